@@ -4,6 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 from test_sandbox import find_process
 from tests.support.isolation import needs_isolation
@@ -113,6 +114,46 @@ async def test_jail_without_memory_ends_the_program_that_uses_it_and_no_neighbou
             assert (await session.run(HOG.format(count=4, mib=200))).verdict is Verdict.MEMORY
             assert (await session.run("1")).verdict is Verdict.OK  # the cells are counted one by one
     assert own_groups() <= before
+
+
+TAKE_ALL_PROCESSES = """
+import os, signal
+pids = []
+try:
+    while len(pids) < 30:
+        if (pid := os.fork()) == 0:
+            signal.pause()
+        pids.append(pid)
+except BlockingIOError:
+    for _ in range({num_left}):
+        os.kill(pids[-1], signal.SIGKILL)
+        os.waitpid(pids.pop(), 0)
+len(pids)
+"""
+
+
+@needs_isolation
+@pytest.mark.parametrize("num_left", [0, 1])
+async def test_jail_without_processes_keeps_those_that_run_and_continues_when_some_end(monkeypatch, num_left):
+    """With one left, a supervisor starts and its child does not."""
+    monkeypatch.setattr(jail_module, "_MAX_PROCESSES", 20)
+    async with Sandbox(num_jails=1, num_warm=1) as sandbox:
+        if not sandbox.limits_whole_jails:
+            pytest.skip("this process cannot create control groups")
+        (jail,) = sandbox.jail_pids
+        async with sandbox.session() as session, sandbox.session() as waiting:
+            while len(psutil.Process(jail).children(recursive=True)) < 8:  # an execution is prepared
+                await asyncio.sleep(0.01)
+            assert int((await session.run(TAKE_ALL_PROCESSES.format(num_left=num_left))).value) < 15
+            task = asyncio.create_task(sandbox.run(argv=["/bin/sleep", "975"], timeout=1000))
+            await find_process(sandbox, "975")
+            for _ in range(100):  # the jail tries to prepare another execution
+                assert (await waiting.run("1")).ok
+            assert (await session.run("for pid in pids: os.kill(pid, signal.SIGKILL), os.waitpid(pid, 0)")).ok
+            assert (await sandbox.run("print(1)")).stdout == "1\n"
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert sandbox.jail_pids == [jail]
 
 
 @pytest.mark.extended

@@ -12,6 +12,7 @@ from loguru import logger
 from tests.support.isolation import needs_isolation
 
 from prime_rl_sandbox.execution import SandboxLimits, SandboxSettings, TestCase, Verdict, use_settings
+from prime_rl_sandbox.jail import jail_pool
 from prime_rl_sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -274,6 +275,23 @@ async def test_run_jail_killed_meanwhile_is_retried_in_a_new_one():
         result = await task
         assert (result.stdout, result.verdict) == ("done\n", Verdict.OK)
         assert own.jail_pids != [first]
+
+
+@needs_isolation
+async def test_sessions_above_the_limit_wait_and_those_of_assert_style_tests_do_not(monkeypatch):
+    monkeypatch.setattr(jail_pool, "_MAX_SESSIONS", 1)
+    async with Sandbox(num_jails=1, num_warm=2) as own:
+        async with own.session() as first:
+            second = own.session()
+            task = asyncio.create_task(second.__aenter__())
+            cancelled = asyncio.create_task(own.session().__aenter__())
+            assert (await own.run_asserts("def f(): return 1", "assert f() == 1", ["f"])).passed
+            assert (await first.run("1")).ok and not task.done()
+            cancelled.cancel()
+        await task
+        await second.__aexit__(None, None, None)
+        async with own.session() as third:
+            assert (await third.run("1")).ok
 
 
 @pytest.mark.extended

@@ -96,17 +96,22 @@ class Session:
     """
 
     def __init__(
-        self, pool: JailPool, limits: SandboxLimits, answer: Answer | None = None, is_isolated: bool = True
+        self,
+        pool: JailPool,
+        limits: SandboxLimits,
+        answer: Answer | None = None,
+        is_isolated: bool = True,
+        is_counted: bool = True,
     ) -> None:
         self._pool, self._limits, self._answer, self._is_isolated = pool, limits, answer, is_isolated
-        self._context = pool.connect()
+        self._context = pool.connect_session() if is_counted else pool.connect()
         self._connection: JailConnection | None = None
         self._ended_by: Verdict | None = None
         self._lock, self._send_lock = asyncio.Lock(), asyncio.Lock()
         self._streams = _Streams(self._send)
 
     async def __aenter__(self) -> Self:
-        """Open the session.
+        """Open the session; wait first while there are too many.
 
         Raises:
             SandboxError: the sandbox failed.
@@ -118,9 +123,11 @@ class Session:
                 opening = {"mode": "session", "command": command, "stdin": "", "files": {}, "outputs": []}
                 await self._connection.send(opening | {"max_output_bytes": self._limits.output_bytes})
                 await self._connection.receive()
-        except (JailLostError, JailStartError, TimeoutError) as error:
+        except BaseException as error:
             if self._connection is not None:
                 await self._context.__aexit__(type(error), error, error.__traceback__)
+            if not isinstance(error, JailLostError | JailStartError | TimeoutError):
+                raise
             raise SandboxError(f"the sandbox cannot open a session: {error}") from None
         return self
 
@@ -352,8 +359,8 @@ async def run_asserts(
     program = f"{setup}\n{test_side}\n{stand_ins}\n{tests}\n{nonce!r}\n"
     async with (
         pool.pair_slots,
-        Session(pool, limits, solution.answer) as code_session,
-        Session(pool, limits, solution.call) as session,
+        Session(pool, limits, solution.answer, is_counted=False) as code_session,
+        Session(pool, limits, solution.call, is_counted=False) as session,
     ):
         task = asyncio.create_task(solution.run(code_session))
         try:

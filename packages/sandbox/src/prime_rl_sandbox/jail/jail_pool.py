@@ -22,6 +22,8 @@ _GRACE_SECONDS = 10.0
 """Added to the largest time an execution can take, before its jail counts as stuck."""
 _REFILL_PAUSE_SECONDS = 30.0
 """Pause after an attempt to replace a jail has failed, while others are left."""
+_MAX_SESSIONS = 1000
+"""In each jail. They hold two processes each while they wait for a cell."""
 _PROBE = ExecutionRequest(code="")
 
 
@@ -68,7 +70,7 @@ class JailPool:
     Args:
         start: starts a jail.
         num_jails: at most the processors of this machine make sense.
-        max_running: executions at once in each jail; further ones wait. Sessions are not counted.
+        max_running: executions at once in each jail; further ones wait. Sessions have a limit of their own.
     """
 
     def __init__(self, start: StartJail, limits: SandboxLimits, num_jails: int, max_running: int) -> None:
@@ -76,6 +78,7 @@ class JailPool:
         self._slots = asyncio.Semaphore(self._num_jails * max_running)
         # Two sessions each. Their own limit: an execution that holds one slot and waits for another could wait forever.
         self.pair_slots = asyncio.Semaphore(max(1, self._num_jails * max_running // 2))
+        self._session_slots = asyncio.Semaphore(self._num_jails * _MAX_SESSIONS)
         self._jails: list[Jail] = []
         self._starting, self._alone = asyncio.Lock(), asyncio.Lock()
         self._refill_at = 0.0
@@ -168,6 +171,12 @@ class JailPool:
         finally:
             jail.num_running -= 1
             connection.close()
+
+    @asynccontextmanager
+    async def connect_session(self) -> AsyncIterator[JailConnection]:
+        """As `connect`, but wait while there are as many sessions as the jails may have."""
+        async with self._session_slots, self.connect() as connection:
+            yield connection
 
     async def _connect(self) -> tuple[Jail, JailConnection]:
         """Connect to a jail. One that has just ended has not answered anything, so the next takes its place."""

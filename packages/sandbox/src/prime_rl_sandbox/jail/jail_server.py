@@ -9,6 +9,7 @@ Runs inside the jail with the standard library alone, on any CPython from 3.9. T
 """
 
 import ctypes
+import errno
 import fcntl
 import gc
 import importlib
@@ -21,6 +22,7 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 from types import FrameType
 from typing import Any, NoReturn, Optional
 
@@ -34,6 +36,8 @@ PRELOAD_FAILED = 3
 """Exit code of the server if a module cannot be imported; its last line on stderr is the reason."""
 _MAX_FAILED_SUPERVISORS = 8
 _PAUSE_MILLISECONDS = 10
+_TRY_AGAIN = 75
+"""Exit code of a supervisor that could not start its child for lack of processes or memory, which others give back."""
 _CLONE_NAMESPACES = (
     0x10000000 | 0x20000000 | 0x00020000 | 0x08000000 | 0x04000000 | 0x40000000
 )  # user pid mnt ipc uts net
@@ -88,10 +92,21 @@ def serve(control: socket.socket, config: dict[str, Any]) -> None:
     poller.register(wake_read, select.POLLIN)
     poller.register(control, 0)  # only its end: the supervisors read it
     idle: set[int] = set()
-    num_failed, quiet = 0, True
+    num_failed, quiet, lacks_processes, is_reported = 0, True, False, False
     while True:
-        while len(idle) < config["num_warm"] and (quiet or len(idle) <= config["num_warm"] // 2):
-            idle.add(_fork_supervisor(control, taken_write, (taken_read, wake_read, wake_write), config))
+        if lacks_processes:
+            if not is_reported:
+                os.write(2, b"no process or no memory is left for the next execution\n")
+            is_reported = True
+            time.sleep(_PAUSE_MILLISECONDS / 1000)
+        lacks_processes = False
+        while (
+            not lacks_processes and len(idle) < config["num_warm"] and (quiet or len(idle) <= config["num_warm"] // 2)
+        ):
+            try:
+                idle.add(_fork_supervisor(control, taken_write, (taken_read, wake_read, wake_write), config))
+            except OSError:
+                lacks_processes = True
         # Preparing a child takes a processor from the executions that have just started, so it waits for a pause.
         ready = poller.poll(_PAUSE_MILLISECONDS if len(idle) < config["num_warm"] else None)
         quiet = not ready
@@ -100,8 +115,10 @@ def serve(control: socket.socket, config: dict[str, Any]) -> None:
         _read_available(wake_read)
         ended = _reap()
         idle -= {int(pid) for pid in _read_available(taken_read).split()}
-        num_failed = num_failed + len(ended & idle) if ended & idle else 0
-        idle -= ended
+        failed = [os.WEXITSTATUS(status) for pid, status in ended.items() if pid in idle]
+        lacks_processes |= _TRY_AGAIN in failed
+        num_failed = num_failed + len(failed) - failed.count(_TRY_AGAIN) if failed else 0
+        idle -= ended.keys()
         if num_failed >= _MAX_FAILED_SUPERVISORS:
             sys.exit("the jail cannot prepare an execution")
 
@@ -110,11 +127,12 @@ def _ignore(number: int, frame: Optional[FrameType]) -> None:
     """Handle SIGCHLD: the wake-up descriptor reports it to the loop."""
 
 
-def _reap() -> set[int]:
-    ended: set[int] = set()
+def _reap() -> dict[int, int]:
+    """Return the processes that have ended, and their statuses."""
+    ended: dict[int, int] = {}
     try:
-        while pid := os.waitpid(-1, os.WNOHANG)[0]:
-            ended.add(pid)
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
     except ChildProcessError:  # none is left
         pass
     return ended
@@ -142,7 +160,10 @@ def _fork_supervisor(control: socket.socket, taken: int, server_fds: tuple[int, 
         _supervise(control, taken, config)
         code = 0
     except BaseException as error:  # after any error, this process must not return to the server's loop
-        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.ENOMEM):
+            code = _TRY_AGAIN
+        else:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(code)
 
@@ -157,7 +178,12 @@ def _supervise(control: socket.socket, taken: int, config: dict[str, Any]) -> No
         home = tempfile.mkdtemp(prefix="unsafe_sandbox_")
     try:
         pipes = jail_supervisor.Pipes()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            if group is not None:
+                group.remove()
+            raise
         if pid == 0:
             if group is not None:
                 group.enter()
