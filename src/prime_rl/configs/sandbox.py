@@ -30,7 +30,8 @@ class SandboxConfig(BaseConfig):
 
     jail_memory_bytes: int | None = Field(None, ge=256 * 2**20)
     """Memory of each jail, all executions together, where control groups are available (`doctor --sandbox`), and of
-    each remote machine. None is half of this machine's memory, divided by the number of jails, or 4 GiB remotely."""
+    each remote machine. None is half of this machine's memory, divided by the number of jails, or 4 GiB remotely. Each
+    worker takes as much, so set it where several run."""
 
     num_processes: int = Field(_LIMITS.num_processes, ge=1)
     """Processes and threads of an execution."""
