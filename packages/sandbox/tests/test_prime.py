@@ -11,6 +11,7 @@ from tests.support.isolation import needs_isolation
 
 from prime_rl_sandbox.execution import SandboxConfigError, SandboxError, SandboxSettings, Verdict, use_settings
 from prime_rl_sandbox.sandbox import Sandbox
+from prime_rl_sandbox.shared_sandbox import SharedSandbox
 
 pytestmark = needs_isolation  # the machines of the service have namespaces, too
 
@@ -32,6 +33,11 @@ async def test_prime_creates_machines_without_network_and_deletes_them(service):
     (body,) = service.created
     assert (body["docker_image"], body["memory_gb"], body["network_allowlist"]) == ("python:3.13", 2, [])
     assert len(service.deleted) == 1
+
+
+async def test_prime_check_of_a_shared_sandbox_starts_no_machine(service):
+    await asyncio.to_thread(SharedSandbox(backend="prime").check)
+    assert service.created == []
 
 
 @pytest.mark.extended

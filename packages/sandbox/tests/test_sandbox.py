@@ -348,6 +348,12 @@ async def test_paths_and_preload_of_the_run_give_code_a_package():
                 assert "Read-only file system" in written.stderr
 
 
+@pytest.mark.parametrize(("num_processors", "num_jails"), [(2, 2), (64, 8)])
+async def test_sandbox_has_a_jail_per_processor_and_at_most_eight(monkeypatch, num_processors, num_jails):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(num_processors))
+    assert Sandbox("unsafe-subprocess")._pool._num_jails == num_jails
+
+
 @needs_isolation
 async def test_limits_smaller_memory_is_kept():
     async with Sandbox(num_jails=1, limits=SandboxLimits(memory_bytes=200 * 2**20)) as own:
