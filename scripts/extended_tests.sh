@@ -49,8 +49,13 @@ run_part() {
         bare) bare ;;
         chaos) uv run --extra cpu python tests/chaos/run.py --cases 8 --seed 177 ;;  # strikes at six kinds of processes
         python-3.12)
-            UV_PROJECT_ENVIRONMENT=$output/venv uv sync --python 3.12 --extra cpu --locked --quiet &&
-                UV_PROJECT_ENVIRONMENT=$output/venv uv run --python 3.12 --extra cpu python scripts/run_tests.py -m "not slow"
+            # uv does not find pyenv's while another version is selected
+            python=$(uv python find --system --no-python-downloads 3.12 ||
+                printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python | sort -V | tail -n 1)
+            [ -x "$python" ] || python=3.12
+            export UV_PROJECT_ENVIRONMENT=$output/venv
+            uv sync --python "$python" --extra cpu --locked --quiet &&
+                uv run --python "$python" --extra cpu python scripts/run_tests.py -m "not slow"
             ;;
         release) uv run --extra cpu python scripts/run_tests.py --extended -m release ;;
     esac

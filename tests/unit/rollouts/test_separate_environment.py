@@ -397,6 +397,18 @@ def test_kept_lock_is_not_used_for_another_api_or_changed_folder(tmp_path, monke
     assert prepare("def load_environment(): ...") == ("0.3.1", True)
 
 
+def test_python_that_uv_does_not_find_is_the_newest_of_pyenv_or_refused(tmp_path, monkeypatch):
+    for name, value in {"XDG_CACHE_HOME": tmp_path, "PYENV_ROOT": tmp_path, "UV_OFFLINE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    env = EnvConfig(id="tiny_environment", package=str(make_wheel(tmp_path)), python="3.99")
+    with pytest.raises(ConfigError, match=r"^env\.0 .*: Python 3\.99 is not installed and .*`python`"):
+        identify_environments([env], "env", pytest.fail, list)
+    for name in ("3.99.9", "3.99.10", "3.99.11rc1", "3.9.2"):
+        (tmp_path / "versions" / name / "bin").mkdir(parents=True)
+        (tmp_path / "versions" / name / "bin/python").touch()
+    assert interpreters._find_python("uv", "3.99") == str(tmp_path / "versions/3.99.10/bin/python")
+
+
 def test_interpreter_is_made_once_and_again_from_the_lock(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("UV_OFFLINE", "1")

@@ -114,7 +114,7 @@ def prepare_interpreter(
     asked = list(map(absolute_requirement, requirements_of(env)))
     python = env.python or f"{sys.version_info.major}.{sys.version_info.minor}"
     request = "\n".join([f"# python {python}", *(f"# {line}" for line in asked), "#", ""])
-    what, python = f"{key} ({env.label})", _find_python(python)
+    what = f"{key} ({env.label})"
     known = _known_file(request, "" if own_file is None else str(_is_classic(None, env.id, own_file)))
     lock = _read_lock(earlier, request)
     if lock is None and not refresh:
@@ -141,13 +141,19 @@ def prepare_interpreter(
     return Interpreter(path, f"{name} {path.parent.parent.name[:12]}")
 
 
-def _find_python(python: str) -> str:
-    """Return the interpreter of pyenv for a version that is not in PATH: uv does not look there."""
-    if re.fullmatch(r"[\d.]+", python) is None or shutil.which(f"python{python}") is not None:
+def _find_python(uv: str, python: str) -> str:
+    """Return pyenv's newest interpreter of a version if uv finds none: one that is not selected is not in PATH."""
+    if not re.fullmatch(r"[\d.]+", python) or _is_found(uv, python):
         return python
     root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    found = [path for text in (python, f"{python}.*") for path in sorted(root.glob(f"versions/{text}/bin/python"))]
-    return str(found[-1]) if found else python
+    versions = [path.name for path in root.glob("versions/*") if (path / "bin" / "python").exists()]
+    matching = [name for name in versions if re.fullmatch(rf"{re.escape(python)}(\.\d+)*", name)]
+    return str(root / "versions" / max(matching, key=Version) / "bin" / "python") if matching else python
+
+
+def _is_found(uv: str, python: str) -> bool:
+    """Return whether uv finds an interpreter on this machine."""
+    return _run([uv, "python", "find", "--system", "--no-python-downloads", python], "").returncode == 0
 
 
 def _known_file(request: str, environment: str) -> Path:
@@ -237,6 +243,7 @@ def _read_lock(file: Path | None, request: str) -> str | None:
 
 
 def _resolve(uv: str, requirements: Sequence[str], python: str, what: str) -> str:
+    python = _find_python(uv, python)
     command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python", python, "-"]
     first = _run(command, "\n".join(requirements))
     done = first
@@ -264,12 +271,17 @@ def _install(uv: str, lock: str, python: str, what: str, inform: Callable[[str],
         for name in (name for name, path in local if path.is_dir()):  # uv knows it by its version, not by its files
             install += ["--reinstall-package", name] if name else ["--refresh"]
         for command, text in (
-            ([uv, "venv", "--quiet", "--no-project", "--python", python, str(folder)], ""),
+            ([uv, "venv", "--quiet", "--no-project", "--python", _find_python(uv, python), str(folder)], ""),
             ([*install, "-r", "-"], lock),
         ):
             done = _run(command, text, held.fileno())
             if done.returncode != 0:
                 shutil.rmtree(folder, ignore_errors=True)
+                if command[1] == "venv" and not _is_found(uv, python):
+                    raise ConfigError(
+                        f"{what}: Python {python} is not installed and could not be downloaded; install it, or set "
+                        "`python` to the path of an interpreter"
+                    )
                 raise ConfigError(f"{what}: its packages cannot be installed: {_reason(done)}")
         (folder / _LOCK).write_text(lock)
     return interpreter
