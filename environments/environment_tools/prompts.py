@@ -1,5 +1,6 @@
 """Data sets of prompts, and the parts of a completion: messages are dictionaries or objects of verifiers."""
 
+import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,30 @@ ERROR = "error: "
 """How the result of a failed call starts."""
 
 
-def make_dataset(questions: Iterable[tuple[str, str]], system_prompt: str, first: int = 0) -> "Dataset":
-    """Make a data set of questions and the answers that samples/ shows.
+def make_dataset(
+    questions: Iterable[tuple[str, str] | tuple[str, str, Any]], system_prompt: str, first: int = 0
+) -> "Dataset":
+    """Make a data set of questions, the answers that samples/ shows, and what graders need besides these.
 
-    `info["number"]` counts the rows from `first`. It leads to what graders need and rows should not contain.
+    `info["number"]` counts the rows from `first`. It leads to what graders need and rows should not contain: they have
+    its hash, `info["grading"]`, so that rewards of earlier tests are not used again.
     """
     from datasets import Dataset
 
     rows = [
-        {"prompt": make_prompt(question, system_prompt), "answer": answer, "info": {"number": number}}
-        for number, (question, answer) in enumerate(questions, first)
+        {
+            "prompt": make_prompt(question, system_prompt),
+            "answer": answer,
+            "info": {"number": number, **({"grading": hash_data(grading)} if grading else {})},
+        }
+        for number, (question, answer, *grading) in enumerate(questions, first)
     ]
     return Dataset.from_list(rows)
+
+
+def hash_data(data: Any) -> str:
+    """Return a short hash of plain data and data classes, without sets, whose order differs between processes."""
+    return hashlib.blake2s(ascii(data).encode(), digest_size=6).hexdigest()
 
 
 def make_prompt(question: str, system_prompt: str) -> list[dict[str, str]]:

@@ -58,8 +58,8 @@ class RepairEnv(vf.StatefulToolEnv):
             max_turns=max_turns,
             error_formatter=describe_error,
             stop_errors=[SandboxError],
-            dataset=make_dataset(((task.question, "") for task in train), system_prompt),
-            eval_dataset=make_dataset(((task.question, "") for task in evaluation), system_prompt, len(train)),
+            dataset=make_dataset(((task.question, "", task) for task in train), system_prompt),
+            eval_dataset=make_dataset(((task.question, "", task) for task in evaluation), system_prompt, len(train)),
             rubric=vf.Rubric(funcs=[self.repaired, self.hidden_tests_passed, self.edits], weights=[1.0, 0.0, 0.0]),
         )
         for tool in (self.list_files, self.read_file, self.write_file, self.run_tests, self.run):

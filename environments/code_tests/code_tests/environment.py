@@ -82,14 +82,16 @@ def load_environment(
         train = list(make_problems(seed, "train", num_generated, style))
         evaluation = list(make_problems(seed, "eval", max(1, num_generated // 8), style))
     train, evaluation = pick(train, num_train_examples), pick(evaluation, num_eval_examples)
-    # The tests stay here: rows are written to samples/, which people publish.
+    # The tests stay here: rows, which have only their hash, are written to samples/, which people publish.
     problems = [*train, *evaluation]
     sandbox = SharedSandbox()
     sandbox.check()
     scores = _make_scores(problems, sandbox, reward, timeout_ms, max_tests)
     env = vf.SingleTurnEnv(
-        dataset=make_dataset(((problem.question, "") for problem in train), system_prompt),
-        eval_dataset=make_dataset(((problem.question, "") for problem in evaluation), system_prompt, len(train)),
+        dataset=make_dataset(((problem.question, "", problem) for problem in train), system_prompt),
+        eval_dataset=make_dataset(
+            ((problem.question, "", problem) for problem in evaluation), system_prompt, len(train)
+        ),
         rubric=vf.Rubric(funcs=scores, weights=[1.0] + [0.0] * (len(scores) - 1)),
     )
     env.sandbox = sandbox

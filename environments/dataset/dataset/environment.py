@@ -124,6 +124,8 @@ def example_of(
     if isinstance(given, list):
         prompt[-1:] = _messages(given, columns["question"])
     example = {"prompt": prompt, "answer": answer if grader is None else grader.gold(answer)}
+    if grader is not None and grader.source is not None:
+        example["grader_source"] = grader.source
     info = {"info": {column: row[column] for column in info_columns}} if info_columns else {}
     return {**example, **info}
 

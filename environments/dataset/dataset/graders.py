@@ -13,10 +13,17 @@ from .environment_tools.answers import final_part, gold_text, last_boxed
 from .environment_tools.letters import LETTERS, stated_letter
 from .environment_tools.math_grading import MathGrader, Verdict
 from .environment_tools.numbers import final_number, number_of, show_number
+from .environment_tools.prompts import hash_data
 
 
 class Grader(ABC):
-    """Compares replies with the answers of the data set."""
+    """Compares replies with the answers of the data set.
+
+    Attributes:
+        source: hash of the user's file that decides; None for graders of this package.
+    """
+
+    source: str | None = None
 
     def gold(self, answer: str) -> str:
         """Return the right answer in the form that `grade` takes; see `gold_text`.
@@ -116,6 +123,8 @@ class FunctionGrader(Grader):
             self._function = getattr(importlib.import_module(module_name), name)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"grader = {import_path!r} cannot be imported: {error}") from error
+        file = getattr(inspect.getmodule(self._function), "__file__", None)
+        self.source = hash_data(Path(file).read_bytes()) if file else None
 
     def gold(self, answer: str) -> str:
         """Return the answer as it is."""

@@ -16,10 +16,12 @@ class DatasetData(vf.TaskData):
     Attributes:
         answer: the right answer; "" without a grader.
         info: the columns of `info_columns`.
+        grader_source: hash of the file of the user's grader.
     """
 
     answer: str
     info: dict[str, Any]
+    grader_source: str | None = None
 
 
 class DatasetConfig(vf.TasksetConfig):

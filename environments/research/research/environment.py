@@ -7,10 +7,11 @@ from research.corpus import Corpus, read_corpus
 from research.generated import Question, make_documents
 from research.scoring import SHOWN, citation_scores, cited_documents, is_answer
 
-from .environment_tools.prompts import final_answer, has_answer, make_dataset
+from .environment_tools.prompts import final_answer, has_answer, hash_data, make_dataset
 from .environment_tools.rows import Row, pick, read_splits, text_of
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from verifiers import ToolEnv
 
 SYSTEM_PROMPT = (
@@ -83,12 +84,18 @@ def load_environment(
         corpus = Corpus(documents)
         evaluation, train = questions[: num_towns // 2 + 1], questions[num_towns // 2 + 1 :]
     train, evaluation = pick(train, num_train_examples), pick(evaluation, num_eval_examples)
+    corpus_hash = hash_data([*corpus.documents.values()])
+
+    def make_rows(questions: Sequence[Question], first: int = 0) -> "Dataset":
+        rows = ((q.text, q.answers[0], (q.answers, sorted(q.evidence), corpus_hash)) for q in questions)
+        return make_dataset(rows, system_prompt, first)
+
     return ResearchEnv(
         corpus,
         num_results,
         max_turns=max_turns,
-        dataset=make_dataset(((q.text, q.answers[0]) for q in train), system_prompt),
-        eval_dataset=make_dataset(((q.text, q.answers[0]) for q in evaluation), system_prompt, len(train)),
+        dataset=make_rows(train),
+        eval_dataset=make_rows(evaluation, len(train)),
         rubric=vf.Rubric(funcs=_make_scores([*train, *evaluation], citation_weight), weights=[1.0, 0.0, 0.0, 0.0, 0.0]),
     )
 

@@ -73,8 +73,8 @@ def load_environment(
         evaluation = list(islice(make_questions(seed, "eval", kinds, tolerance), max(1, num_generated // 8)))
     train, evaluation = pick(train, num_train_examples), pick(evaluation, num_eval_examples)
     return vf.SingleTurnEnv(
-        dataset=make_dataset(((q.text, q.answer) for q in train), system_prompt),
-        eval_dataset=make_dataset(((q.text, q.answer) for q in evaluation), system_prompt, len(train)),
+        dataset=make_dataset(((q.text, q.answer, q.tolerance) for q in train), system_prompt),
+        eval_dataset=make_dataset(((q.text, q.answer, q.tolerance) for q in evaluation), system_prompt, len(train)),
         rubric=vf.Rubric(funcs=_make_scores([*train, *evaluation]), weights=[1.0, 0.0]),
     )
 

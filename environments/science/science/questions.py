@@ -33,6 +33,7 @@ class Question:
     text: str
     answer: str
     is_correct: Callable[[str], bool]
+    tolerance: float | None = None
 
 
 def ask_number(text: str, answer: str, tolerance: float) -> Question:
@@ -54,7 +55,7 @@ def ask_number(text: str, answer: str, tolerance: float) -> Question:
         except ValueError:
             return False
 
-    return Question(text, answer, is_correct)
+    return Question(text, answer, is_correct, tolerance)
 
 
 def ask_choice(text: str, choices: Sequence[str], correct: int) -> Question:

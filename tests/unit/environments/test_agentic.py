@@ -182,6 +182,6 @@ async def test_repair_rewards_of_right_wrong_and_hostile_rollouts(tmp_path):
         state = await play_async(env, row, calls)
         tests, printed = [message.content for message in state["completion"] if message.role == "tool"]
         assert "Ran 0 tests" in tests and "return a - b" in printed
-        assert "5" not in json.dumps(list(env.get_dataset()))
+        assert "5" not in json.dumps([row["prompt"], row["answer"]]) and row["info"].keys() == {"number", "grading"}
     finally:
         await env.sandbox.close()

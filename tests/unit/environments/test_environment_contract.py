@@ -133,6 +133,45 @@ def test_malformed_row_raises_with_its_number(tmp_path: Path, name: str, row: di
             load(name, **{key: str(path) for key, path in paths.items()}).get_eval_dataset()
 
 
+PARITY = {"question": "Is it odd?", "tests": [{"function": "f", "args": [3], "expected": True}]}
+BROKEN = {**PARITY, "files": {"m.py": "f = bool"}, "tests": [{**PARITY["tests"][0], "module": "m"}]}
+TEA = {"question": "What is tea?", "answers": ["a drink"], "evidence": ["1"]}
+OTHER_GRADING = [  # the question and the answer that samples/ shows are equal
+    pytest.param("code_tests", PARITY, {"tests": [{**PARITY["tests"][0], "expected": 1}]}, marks=needs_isolation),
+    pytest.param("agentic", BROKEN, {"tests": [{**BROKEN["tests"][0], "args": [5]}]}, marks=needs_isolation),
+    ("research", TEA, {"answers": ["a drink", "a plant"]}), ("research", TEA, {"evidence": ["1", "2"]}),
+    ("research", TEA, {"corpus": "Tea is a hot drink."}),
+    ("science", WELL_FORMED["science"], {"tolerance": 0.2}),
+    ("dataset", {"question": "?", "answer": "1"}, {"grader": "def grade(text, answer): return 0.5"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "row", "change"), OTHER_GRADING)
+def test_other_grading_changes_the_rows_without_being_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, row: dict[str, Any], change: dict[str, Any]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    args = {
+        "agentic": {"task": "repair"},
+        "research": {"corpus_path": "corpus.jsonl"},
+        "dataset": {"grader": "own:grade"},
+    }
+    monkeypatch.chdir(tmp_path)
+
+    def rows(row: dict[str, Any]) -> str:
+        corpus = [{"id": "1", "text": row.get("corpus", "Tea is a drink.")}, {"id": "2", "text": "Tea is a plant."}]
+        Path("corpus.jsonl").write_text("\n".join(map(json.dumps, corpus)))
+        Path("own.py").write_text(row.get("grader", "def grade(text, answer): return 1.0"))
+        Path("rows.jsonl").write_text(json.dumps(row))
+        importlib.invalidate_caches()
+        sys.modules.pop("own", None)
+        return str(load(name, data_path="rows.jsonl", **args.get(name, {})).get_dataset()[:])
+
+    first = rows(row)
+    assert rows(row) == first != rows({**row, **change})
+    assert "expected" not in first and "evidence" not in first
+
+
 GENERATED = [
     ("agentic", {"num_generated": 30}),
     ("alphabet_sort", {"num_train_examples": 50}),
