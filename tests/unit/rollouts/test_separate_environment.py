@@ -140,7 +140,18 @@ def load_environment(cases=CASES, error=None, kind=None):
         rows = [{"question": "say 0", "answer": "0", "info": {"case": "fine"}}]
         rubrics = [vf.Rubric(funcs=[reward]), vf.Rubric(funcs=[graded])]
         members = [vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=rubric) for rubric in rubrics]
-        return vf.EnvGroup(members if kind == "EnvGroup" else members[::-1], env_names=["a", "b"])
+        group = vf.EnvGroup(members[::-1] if kind == "EnvGroup, second" else members, env_names=["a", "b"])
+        if kind == "EnvGroup, functions":
+            group.rubric.add_reward_func(graded)
+        if kind == "EnvGroup, replaced":
+            group.rubric = rubric_of("group")
+        if kind == "EnvGroup, added":  # 0.1.8 has no add_rubric()
+            added = vf.Rubric(funcs=[ranks, graded], weights=[0.5, 2.0])
+            group.rubric = vf.RubricGroup([group.rubric, added])
+        if kind != "EnvGroup, inner":
+            return group
+        group.rubric = vf.RubricGroup([group.rubric, rubric_of("listed")])
+        return vf.EnvGroup([group], env_names=["c"])
     if kind is not None:
         rows = [{"question": "say 0", "answer": "0", "info": {"case": "fine"}}]
         return Chat(dataset=Dataset.from_list(rows), rubric=rubric_of(kind))
@@ -241,7 +252,8 @@ async def test_rewards_of_the_configuration_are_added_as_in_the_worker(renderer,
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "kind", ["listed", "partials", "group", "own score_rollout", "summed", "EnvGroup", "EnvGroup, second"]
+    "kind",
+    ["listed", "partials", "group", "own score_rollout", "summed", "EnvGroup", "EnvGroup, second", "EnvGroup, added"],
 )
 async def test_rubrics_score_as_in_the_worker(load, kind):
     results = []
@@ -262,6 +274,9 @@ async def test_rubrics_score_as_in_the_worker(load, kind):
         ({"args": {"kind": "advantages"}}, "it computes advantages"),
         ({"args": {"kind": "no answers"}}, "have no column 'answer'"),
         ({"args": {"kind": "hook"}}, r"it overrides run_group\(\)"),
+        ({"args": {"kind": "EnvGroup, functions"}}, "adds functions to the rubric of an EnvGroup, which ignores them"),
+        ({"args": {"kind": "EnvGroup, replaced"}}, "it replaces the rubric of an EnvGroup"),
+        ({"args": {"kind": "EnvGroup, inner"}}, "or adds one to an EnvGroup in another one"),
         ({"rewards": [{"import_path": "tests.support.rewards:of_state"}]}, "of_state takes 'state'"),
     ],
 )
@@ -445,6 +460,9 @@ async def test_results_are_those_of_every_release_of_verifiers(load, tmp_path, r
     env = EnvConfig(id=str(tmp_path / "chat_environment.py"), requirements=[f"verifiers=={release}"])
     [env] = identify_environments([env], "env", pytest.fail, print)
     found = await results_of(load(interpreter=env.interpreter, min_rollouts=1))
+    for results, interpreter in ((expected, None), (found, env.interpreter)):
+        group = await run_group(load(interpreter=interpreter, args={"kind": "EnvGroup, added"}))
+        results["EnvGroup"] = sorted(map(plain, group))
     for results in (expected, found):  # 0.1.8 does not count turns; not each release says why a prompt is refused
         results.pop("too long")
         for case in results:

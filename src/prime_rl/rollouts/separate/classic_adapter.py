@@ -54,7 +54,7 @@ class ClassicAdapter:
         if not isinstance(self.env, vf.Environment):
             raise Refused(f"load_environment() returned {type(self.env).__name__}, not an environment of verifiers")
         for env in _environments(self.env):
-            _check_environment(env, split)
+            _check_environment(env, split, is_inner=env is not self.env)
             _report_states(env)
         own = [getattr(self.env, name, None) is not None for name in ("eval_dataset", "eval_dataset_source")]
         self.eval_split = "own" if any(own) or _overrides(self.env, "get_eval_dataset", vf.Environment) else "train"
@@ -86,8 +86,14 @@ class ClassicAdapter:
 
     async def describe(self) -> dict[str, Any]:
         """Return the API, the arguments with their defaults, and the weights of the rewards of the first example."""
-        weights = self._weights[id(self._member(dict(self.rows[0])))]
+        weights = self._weights_for(self._member(dict(self.rows[0])))
         return {"api": "classic", "arguments": self._arguments, "rewards": weights}
+
+    def _weights_for(self, member: Any) -> dict[str, float]:
+        """Return the weights of the reward functions of an environment, and of those that its group adds."""
+        own = self._weights[id(member)]
+        added = {} if member is self.env else self._weights[id(self.env)]
+        return {name: weight for name, weight in (own | added).items() if not (name in own and name in added)}
 
     def _member(self, row: Mapping[str, Any]) -> Any:
         """Return the environment of a row of `rows` inside groups."""
@@ -196,13 +202,13 @@ class ClassicAdapter:
         place = {id(state): index for index, state in enumerate(states)}
         scores = []
         for state in states:
-            member = id(self._members[id(state)])
-            others = set().union(*self._names.values()) - self._names[member] - self._names[id(self.env)]
+            member = self._members[id(state)]
+            others = set().union(*self._names.values()) - self._names[id(member)] - self._names[id(self.env)]
             metrics = dict(state.get("metrics") or {})
             for name in (*others, *scoring.unknown.get(id(state), ())):
                 metrics.pop(name, None)
             metrics.update(scoring.metrics.get(id(state), {}))
-            score = {"reward": state["reward"], "metrics": metrics, "weights": self._weights[member]}
+            score = {"reward": state["reward"], "metrics": metrics, "weights": self._weights_for(member)}
             scores.append({**score, **_credit(state)})
         failures = [{**failure, "rollout": None if one is None else place[one]} for one, failure in scoring.failures]
         return {"scores": scores, "failures": failures, "jointly": self._scores_jointly}
@@ -236,7 +242,7 @@ _DEFAULT_SAMPLING: tuple[tuple[str, Any], ...] = (("n", 1), ("extra_body", {}))
 _HOOKS = ("run_rollout", "run_group", "_run_rollout_state", "_run_group_states")
 
 
-def _check_environment(env: Any, split: str) -> None:
+def _check_environment(env: Any, split: str, is_inner: bool) -> None:
     """Refuse an environment with features that would otherwise be ignored."""
     import verifiers as vf
 
@@ -248,8 +254,18 @@ def _check_environment(env: Any, split: str) -> None:
             )
     if split == "train" and getattr(env.rubric, "has_advantages", False):
         raise Refused("it computes advantages (has_advantages of its rubric), which would be ignored")
-    if kind is vf.EnvGroup and (type(env.rubric).__name__ != "EnvGroupRubric" or env.rubric.funcs):
-        raise Refused("it adds rewards to an EnvGroup, or replaces its rubric, which verifiers ignores")
+    if kind is not vf.EnvGroup:
+        return
+    parts = [each for each in rubrics_in(env.rubric) if type(each).__name__ == "EnvGroupRubric"]
+    if len(parts) != 1 or (is_inner and parts != [env.rubric]):
+        raise Refused(
+            "it replaces the rubric of an EnvGroup, or adds one to an EnvGroup in another one, so rewards would be "
+            "missing; call add_rubric() of the outermost EnvGroup instead"
+        )
+    if parts[0].funcs:
+        raise Refused(
+            "it adds functions to the rubric of an EnvGroup, which ignores them; call its add_rubric() instead"
+        )
 
 
 def _credit(state: Any) -> dict[str, Any]:
