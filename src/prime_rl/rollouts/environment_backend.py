@@ -224,6 +224,15 @@ def refuse_agent(config: EnvConfig) -> None:
         )
 
 
+def refuse_step_rewards(config: EnvConfig) -> None:
+    """Raise ConfigError if a v1 taskset is to count rewards of steps."""
+    if config.step_rewards != "ignore":
+        raise ConfigError(
+            f"step_rewards = {config.step_rewards!r} of environment {config.id!r} needs a classic environment: a v1 "
+            "taskset rewards whole rollouts; remove it"
+        )
+
+
 def load_rewards(configs: Sequence[RewardConfig], env_id: str) -> list[tuple[Callable[..., Any], float]]:
     """Import the functions, with their weights. Each is named after its metric.
 
@@ -293,8 +302,8 @@ async def score_objects(
     objects: Mapping[str, Any],
     zero: bool,
     warn: Callable[[str, str], None],
-) -> tuple[float, dict[str, float]]:
-    """Return the sum of the weighted rewards of a rollout, and the value of each function.
+) -> tuple[float, dict[str, float], int]:
+    """Return the sum of the weighted rewards of a rollout, the value of each function, and how many counted as 0.
 
     With `zero`, a function that raises, or returns no finite number, counts as 0. `warn` gets a topic and a warning for
     each failed function that has weight 0 or counts as 0.
@@ -302,7 +311,7 @@ async def score_objects(
     Raises:
         EnvironmentFailed: a function failed.
     """
-    total, values = 0.0, dict[str, float]()
+    total, values, num_zeros = 0.0, dict[str, float](), 0
     for function, weight in rewards:
         name = function.__name__
         try:
@@ -314,10 +323,11 @@ async def score_objects(
                 raise EnvironmentFailed(f"{failure} {ZERO_HINT}") from failure
             if weight:
                 values[name] = 0.0
+                num_zeros += 1
             consequence = "it counts as 0 (env.reward_errors)" if weight else "only its metric is missing"
             warn(f"reward {name}", f"{failure}; {consequence}")
         total += weight * values.get(name, 0.0)
-    return total, values
+    return total, values, num_zeros
 
 
 async def _call(

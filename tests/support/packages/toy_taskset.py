@@ -30,11 +30,19 @@ class ToyTask(vf.Task[ToyData, vf.State, ToyTaskConfig]):
             raise KeyError("broken reward")
         if self.config.fail == "nan":
             return float("nan")
+        if self.config.fail == "connection":
+            raise ConnectionError("no judge")
         return float(self.data.answer in trace.last_reply)
 
     @vf.reward
     async def letters(self, trace: vf.Trace) -> float:
         return self.config.per_letter * len(trace.last_reply)
+
+    @vf.reward(weight=0.0)
+    async def unweighted(self, trace: vf.Trace) -> dict[str, float]:
+        if self.config.fail == "unweighted":
+            raise KeyError("broken metric")
+        return {}
 
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:

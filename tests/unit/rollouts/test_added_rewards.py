@@ -134,7 +134,7 @@ async def test_failed_reward_drops_the_rollout_or_counts_as_zero(env_id):
     zero = await rollouts(("broken", {}), ("is_short", {}), env_id=env_id, reward_errors="zero", warnings=warnings)
     plain = await rollouts(env_id=env_id)
     assert [rollout.reward for rollout in zero] == [rollout.reward + 1 for rollout in plain]
-    assert "counts as 0" in warnings[0]
+    assert "counts as 0" in warnings[0] and {rollout.metrics["reward_errors"] for rollout in zero} == {1.0}
     metric = await rollouts(("broken", {"weight": 0.0}), env_id=env_id, warnings=(only := []))
     assert all("broken" not in rollout.metrics for rollout in metric)
     assert "only its metric is missing" in only[0]

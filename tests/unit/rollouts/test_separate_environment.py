@@ -477,6 +477,7 @@ async def test_results_are_those_of_every_release_of_verifiers(load, tmp_path, r
 TASKSETS = [
     *(("toy_taskset", {"task": {"fail": fail}}) for fail in (None, "setup", "reward", "nan")),
     ("toy_taskset", {"env": {"agent": {"sampling": {"stop": "d", "temperature": 0.2}}}}),
+    *(("toy_taskset", {"task": {"fail": fail}}, {"reward_errors": "zero"}) for fail in ("nan", "unweighted")),
     ("talking_taskset", {}),
     ("talking_taskset", {"env": {"train_both": True}}),
     ("rewriting_taskset", {}),
@@ -486,8 +487,9 @@ TASKSETS = [
 async def results_of_tasksets(renderer, interpreter):
     """Return, by number, the rollouts of a group of each taskset as plain values, or the error; and the warnings."""
     found, warnings = [], []
-    for name, args in TASKSETS:
-        config = EnvConfig(id=str(PACKAGES / f"{name}.py"), args=args, interpreter=interpreter, num_retries=0)
+    for name, args, *keys in TASKSETS:
+        keys = {"id": str(PACKAGES / f"{name}.py"), "args": args, **(keys[0] if keys else {})}
+        config = EnvConfig(interpreter=interpreter, num_retries=0, **keys)
         environment = worker_main.load(config, renderer, "train", False, warnings.append)
         async with ending_server(environment):
             for seq_len in (256, 40):
@@ -513,7 +515,7 @@ async def test_results_of_all_tasksets_equal_those_in_the_worker(renderer, relea
     expected, warnings = await results_of_tasksets(renderer, None)
     found = await results_of_tasksets(renderer, interpreter)
     assert found == (expected, warnings)
-    assert len(warnings) == 1 and "temperature = 0.2" in warnings[0]
+    assert len(warnings) == 3 and "temperature = 0.2" in warnings[0] and "right is nan" in warnings[1]
 
 
 @pytest.mark.extended(after=1)
@@ -522,6 +524,7 @@ async def test_results_of_all_tasksets_equal_those_in_the_worker(renderer, relea
     [
         ("toy_taskset", {"args": {"endless": True}}, "is infinite; set env.args.env.num_tasks"),
         ("toy_taskset", {"args": {"exampels": 3}}, "does not load: .*exampels"),
+        ("toy_taskset", {"step_rewards": "add"}, "needs a classic environment"),
         ("proposer_solver", {}, "there is no such file"),
     ],
 )

@@ -24,8 +24,8 @@ SAMPLING = {"temperature": 1.0, "max_tokens": 300}
 pytestmark = pytest.mark.usefixtures("installed")
 
 
-def load(name="toy_taskset", strategy="interleaved", runtime="sandbox", warn=None, **args):
-    config = EnvConfig(id=name, args=args, runtime=runtime)
+def load(name="toy_taskset", strategy="interleaved", warn=None, runtime="sandbox", keys=None, **args):
+    config = EnvConfig(id=name, args=args, runtime=runtime, **(keys or {}))
     return worker_main.load(config, Renderer(TOKENIZER, strategy=strategy), "train", warn=warn)
 
 
@@ -34,9 +34,9 @@ def says(text, cut=False):
 
 
 @asynccontextmanager
-async def playing(name="toy_taskset", strategy="interleaved", **args):
+async def playing(name="toy_taskset", strategy="interleaved", warn=None, keys=None, **args):
     """A loaded taskset, a fake engine that says 'it is 3', and a client of it."""
-    environment = load(name, strategy, **args)
+    environment = load(name, strategy, warn, keys=keys, **args)
     async with served(environment, lambda body: says("it is 3")) as (fake, engine):
         yield environment, fake, engine
 
@@ -80,12 +80,41 @@ async def test_truncated_completion_is_scored_and_marked_and_seeds_repeat():
 
 
 @pytest.mark.parametrize(
-    ("fail", "message"), [("setup", "KeyError.*broken task"), ("reward", "broken reward"), ("nan", "reward is nan")]
+    ("fail", "message"),
+    [
+        ("setup", "KeyError.*broken task"),
+        ("reward", r"function right raised KeyError: 'broken reward' \(env\.reward_errors = \"zero\" counts it as 0\)"),
+        ("nan", r"reward right is nan, not a finite number \(env\.reward_errors"),
+        ("connection", r"ConnectionError: no judge$"),
+    ],
 )
 async def test_failed_task_fails_its_group(fail, message):
     async with playing(task={"fail": fail}) as (environment, _, engine):
         with pytest.raises(EnvironmentFailed, match=message):
             await environment.run_group(3, 2, engine, SAMPLING, 256)
+
+
+@pytest.mark.parametrize(
+    ("args", "keys", "reward", "metrics", "warning"),
+    [
+        ({"fail": "reward"}, {"reward_errors": "zero"}, 7.0, {"right": 0.0, "reward_errors": 1.0}, "it counts as 0"),
+        ({"fail": "nan"}, {"reward_errors": "zero"}, 7.0, {"right": 0.0, "reward_errors": 1.0}, "it counts as 0"),
+        ({"fail": "unweighted"}, {"reward_errors": "zero"}, 9.0, {"reward_errors": 0.0}, "only its metric is missing"),
+        ({"fail": "unweighted"}, {}, 9.0, {}, "only its metric is missing"),
+    ],
+)
+async def test_failed_reward_of_a_task_counts_as_zero_or_lacks_its_metric(args, keys, reward, metrics, warning):
+    warnings = []
+    task = {"per_letter": 1.0, **args}
+    async with playing(task=task, warn=warnings.append, keys={"num_retries": 0, **keys}) as (environment, _, engine):
+        for rollout in await environment.run_group(3, 2, engine, SAMPLING, 256):
+            others = {"num_turns": 1, "letters": 7.0, "length": 7.0, **({"right": 1.0} if reward == 9 else {})}
+            assert (rollout.reward, rollout.metrics) == (reward, {**others, **metrics})
+    assert len(warnings) == 1 and warning in warnings[0]
+    if keys:
+        async with playing(task={"fail": "connection"}, keys={"num_retries": 0, **keys}) as (environment, _, engine):
+            with pytest.raises(EnvironmentFailed, match="no judge"):
+                await environment.run_group(3, 2, engine, SAMPLING, 256)
 
 
 async def test_retries_of_the_environment_repeat_episodes():
@@ -276,6 +305,7 @@ async def test_arguments_configure_the_taskset():
         ({"env": {"agent": {"harness": {"id": "nothing_such"}}}}, "nothing_such"),
         ({"env": 3}, r"env\.args\.env = 3"),
         ({"env": None}, r"env\.args\.env = None"),
+        ({"keys": {"step_rewards": "add"}}, "step_rewards = 'add' of environment 'toy_taskset' needs a classic"),
     ],
 )
 async def test_invalid_arguments_raise_with_their_name(args, message):

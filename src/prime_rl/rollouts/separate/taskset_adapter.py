@@ -5,12 +5,15 @@ Our `InterceptionClient` answers the calls of verifiers' interception server.
 
 import asyncio
 import builtins
+import functools
+import inspect
 import itertools
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import Context
+from contextvars import Context, ContextVar
 from types import ModuleType
 from typing import Any, cast
 
@@ -37,7 +40,18 @@ from .v1_harnesses import (
     prompt_text,
     shell_config,
 )
-from .values import INFRASTRUCTURE, CallAgent, Failed, Refused, Request, RequestFailed, describe, plain_messages
+from .values import (
+    INFRASTRUCTURE,
+    CallAgent,
+    Failed,
+    NotANumber,
+    Refused,
+    Request,
+    RequestFailed,
+    describe,
+    finite_number,
+    plain_messages,
+)
 
 _MAX_TASKS = 500_000
 """Of a taskset that does not say that it is infinite."""
@@ -81,6 +95,7 @@ class TasksetAdapter:
         count_tokens: CountTokens,
         command: Sequence[str] = (),
         call_agent: CallAgent | None = None,
+        counts_zero: bool = False,
     ) -> None:
         """Load a taskset.
 
@@ -92,6 +107,7 @@ class TasksetAdapter:
             count_tokens: answers agents that ask for the length of a prompt.
             command: program of the agents without a `harness`; () if none is given.
             call_agent: calls the user's function that is these agents; None if none is given.
+            counts_zero: a failed reward function counts as 0.
 
         Raises:
             Refused: it cannot run here. Also what verifiers raises for wrong arguments.
@@ -99,6 +115,7 @@ class TasksetAdapter:
         self.warnings: list[tuple[str, str]] = []
         self.uses_sandbox = False
         self._taskset, self._permission, self._command, self._call_agent = taskset, permission, command, call_agent
+        self._counts_zero = counts_zero
         add_sandbox(open_box)
         settings = dict(args)
         if not isinstance(given := settings.pop("env", {}), dict):
@@ -144,7 +161,7 @@ class TasksetAdapter:
 
         Returns:
             `failure`, None if it succeeded; `infrastructure`, whether a retry may succeed; `stopped`, by
-            what; `agents`, the trainable ones
+            what; `warnings`, topics and texts, about failed reward functions; `agents`, the trainable ones
             with replies in the order in which they started: their number `agent`, `name`, `task`, which identifies what
             it was given, ids of the `replies` in the trace, `messages`, `reward`, `metrics`, `weights` of the metrics,
             and the `trace`, an object of verifiers.
@@ -155,6 +172,8 @@ class TasksetAdapter:
         """
         await self._serve()
         opened: dict[str, OpenTrace] = {}
+        scoring = _Scoring(self._counts_zero)
+        _scoring.set(scoring)
 
         def open_trace(trace: Any) -> None:
             opened[trace.id] = self.client.traces[trace.id] = OpenTrace(len(opened), ask)
@@ -170,11 +189,12 @@ class TasksetAdapter:
         errors = []
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
-        agents = [_agent(trace, opened[trace.id]) for trace in episode.traces if trace.agent.trainable]
+        agents = [_agent(trace, opened[trace.id], scoring) for trace in episode.traces if trace.agent.trainable]
         return {
             "failure": None
             if episode.ok
-            else "; ".join(f"{error.type}: {' '.join(error.message.split())[:300]}" for error in errors),
+            else "; ".join(f"{error.type}: {' '.join(error.message.split())[:400]}" for error in errors),
+            "warnings": scoring.warnings,
             "stopped": ", ".join(sorted({str(trace.stop_condition) for trace in episode.traces})),
             "infrastructure": any(map(_is_infrastructure, errors)),
             # episode.traces are in the order of their ends
@@ -301,6 +321,75 @@ class TasksetAdapter:
         return config.model_copy(update=agents)
 
 
+class _Scoring:
+    """What the reward functions of one episode have done besides returning numbers.
+
+    Attributes:
+        counts_zero: a failed one counts as 0.
+        zeros: how many counted as 0, by the id of the trace.
+        warnings: topics and texts.
+    """
+
+    def __init__(self, counts_zero: bool) -> None:
+        self.counts_zero = counts_zero
+        self.zeros = Counter[str]()
+        self.warnings: list[tuple[str, str]] = []
+
+
+_scoring: ContextVar[_Scoring | None] = ContextVar("scoring", default=None)
+_hooks = vf.Task.hooks
+
+
+def _hooks_of_episode(task: Any, kind: str) -> list[Callable[..., Any]]:
+    """Return the functions of a task, as verifiers does; the failures of its reward functions are contained."""
+    found, scoring = _hooks(task, kind), _scoring.get()
+    return found if scoring is None or kind != "reward" else [_contained(function, scoring) for function in found]
+
+
+vf.Task.hooks = _hooks_of_episode  # also of tasks that an environment makes during an episode
+
+
+def _contained(function: Callable[..., Any], scoring: _Scoring) -> Callable[..., Any]:
+    """Return a reward function whose failure counts as 0, says how to reach that, or, at weight 0, is a warning."""
+    name, weight, parameters = (
+        function.__name__,
+        getattr(function, "_vf_weight", 1.0),
+        inspect.signature(function).parameters,
+    )
+
+    @functools.wraps(function)
+    async def contained(*, trace: Any, **others: Any) -> Any:
+        given = {"trace": trace, **others}
+        try:
+            scores = await function(**{each: value for each, value in given.items() if each in parameters})
+            for key, score in scores.items() if isinstance(scores, Mapping) else [(name, scores)]:
+                finite_number(f"reward {key}", score)
+            return scores
+        except Exception as error:
+            described = describe(error)
+            if weight and described["infrastructure"]:
+                raise
+            failure = f"{described['message']:.200}"
+            if not isinstance(error, NotANumber):
+                failure = f"reward function {name} raised {failure}"
+            if weight and not scoring.counts_zero:
+                raise Failed(f'{failure} (env.reward_errors = "zero" counts it as 0)') from error
+            consequence = (
+                "it counts as 0 (env.reward_errors)" if weight else "it has weight 0, so only its metric is missing"
+            )
+            scoring.warnings.append((f"reward {name}", f"{failure}; {consequence}"))
+            if not weight:
+                return {}
+            scoring.zeros[trace.id] += 1
+            return 0.0
+
+    named = [each for each in parameters.values() if each.name != "trace" and each.kind is not each.VAR_KEYWORD]
+    keyword = [each.replace(kind=each.KEYWORD_ONLY) for each in named]
+    trace = inspect.Parameter("trace", inspect.Parameter.KEYWORD_ONLY)
+    contained.__signature__ = inspect.Signature([*keyword, trace])  # type: ignore[attr-defined]
+    return contained
+
+
 def _lengthen_backlog(server: Any) -> None:
     """Let hundreds of agents connect to verifiers' server at once; beyond aiohttp's 128, connections are reset."""
     for site in server.runner.sites:
@@ -317,12 +406,13 @@ def _is_infrastructure(error: Any) -> bool:
     return bool(INFRASTRUCTURE & {*names}) or (isinstance(kind, type) and issubclass(kind, ConnectionError))
 
 
-def _agent(trace: Any, opened: OpenTrace) -> dict[str, Any]:
+def _agent(trace: Any, opened: OpenTrace, scoring: _Scoring) -> dict[str, Any]:
     if any(getattr(node, "advantages", None) is not None for node in trace.nodes):
         raise Refused(
             "it sets `advantages` of messages, which would be ignored; record rewards, and set orchestrator.advantage"
         )
     rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
+    errors = {"reward_errors": float(scoring.zeros[trace.id])} if scoring.counts_zero else {}
     return {
         "agent": opened.agent,
         "name": trace.agent.name,
@@ -330,7 +420,7 @@ def _agent(trace: Any, opened: OpenTrace) -> dict[str, Any]:
         "replies": opened.replies_in(trace),
         "messages": trace.messages,
         "reward": trace.reward,
-        "metrics": {**trace.metrics, **{name: reward.score for name, reward in rewards.items()}},
+        "metrics": {**trace.metrics, **{name: reward.score for name, reward in rewards.items()}, **errors},
         "weights": {name: reward.weight for name, reward in rewards.items()},
         "trace": trace,
     }
@@ -347,6 +437,7 @@ class SeparateTaskset(TasksetAdapter):
         permission: str,
         command: Sequence[str],
         has_agent: bool,
+        counts_zero: bool,
         request: Request,
     ) -> None:
         """Load the taskset of a module; see `TasksetAdapter`. `request` asks the worker, which calls an agent."""
@@ -373,6 +464,7 @@ class SeparateTaskset(TasksetAdapter):
             count_tokens,
             command,
             call_agent if has_agent else None,
+            counts_zero,
         )
         self._request = request
 

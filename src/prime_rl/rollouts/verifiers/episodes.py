@@ -67,6 +67,8 @@ class EpisodeCalls:
 
     def check(self, result: Mapping[str, Any]) -> None:
         """Raise the same as `EnvironmentBackend.run_group` for an episode that is not trained on."""
+        for warning in result["warnings"]:
+            self._warn(*warning)
         for recorder in self.recorders.values():
             if recorder.server_error is not None:
                 raise recorder.server_error
@@ -141,12 +143,16 @@ def add_rewards(
     rollout: Rollout,
     added: float,
     values: Mapping[str, float],
+    num_zeros: int,
     functions: Sequence[tuple[Callable[..., Any], float]],
 ) -> Rollout:
-    """Return a rollout with the sum and the values of reward functions of the configuration, and their weights."""
+    """Return a rollout with what `score_objects` returns for functions of the configuration, and their weights."""
     check_names_differ(rollout.metrics, values)
+    metrics = {**rollout.metrics, **values}
+    if num_zeros:
+        metrics["reward_errors"] += num_zeros
     weights = {**rollout.weights, **{function.__name__: weight for function, weight in functions}}
-    return replace(rollout, reward=rollout.reward + added, metrics={**rollout.metrics, **values}, weights=weights)
+    return replace(rollout, reward=rollout.reward + added, metrics=metrics, weights=weights)
 
 
 def check_names_differ(metrics: Mapping[str, float], values: Mapping[str, float]) -> None:

@@ -5,7 +5,7 @@ with its version. What crosses the connection is examples, messages, rewards and
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prime_rl.core.errors import ConfigError
@@ -20,6 +20,7 @@ from prime_rl.rollouts.environment_backend import (
     load_rewards,
     objects_of,
     refuse_agent,
+    refuse_step_rewards,
     score_objects,
 )
 from prime_rl.rollouts.environment_id import find_own_file
@@ -79,14 +80,14 @@ class SeparateEnvironment(EnvironmentBackend):
                 runtime=config.runtime,
                 command=config.command,
                 has_agent=agent is not None,
+                counts_zero=config.reward_errors == "zero",
             )
         except (EnvironmentFailed, UnsupportedEnvironment) as error:
             raise ConfigError(
                 f"environment {config.id!r} with env.args = {config.args} does not load: {error}"
             ) from error
         self._len, self.eval_split, self._is_classic = loaded["examples"], loaded["eval_split"], loaded["is_classic"]
-        if self._is_classic:
-            refuse_agent(config)
+        (refuse_agent if self._is_classic else refuse_step_rewards)(config)
         if loaded["uses_sandbox"]:
             with config_errors(f"environment {config.id!r} cannot run its agents"):
                 sandbox.check()
@@ -155,11 +156,11 @@ class SeparateEnvironment(EnvironmentBackend):
         return await run_episodes(group, make_calls, run, finish if self._added_rewards else None)
 
     async def _score_added(
-        self, messages: Sequence[Any], row: Mapping[str, Any], warn: Callable[[str, str], None] | None = None
-    ) -> tuple[float, dict[str, float]]:
+        self, messages: Sequence[Any], row: Mapping[str, Any]
+    ) -> tuple[float, dict[str, float], int]:
         """Return what the reward functions of the configuration give to a conversation."""
         zero = self.config.reward_errors == "zero"
-        return await score_objects(self._added_rewards, objects_of(messages, row), zero, warn or self.warn)
+        return await score_objects(self._added_rewards, objects_of(messages, row), zero, self.warn)
 
     async def _run_classic(
         self, group: GroupAttempts, row: Mapping[str, Any], example: int, sampling: Mapping[str, Any], seq_len: int
@@ -248,15 +249,10 @@ class SeparateEnvironment(EnvironmentBackend):
     async def _add_rewards(self, rollout: "SeparateRollout", row: Mapping[str, Any]) -> None:
         """Add the rewards of the configuration to the score of a classic rollout."""
         messages, score = [*rollout.state["prompt"], *rollout.state["completion"]], rollout.score
-        weighted = {f"reward {function.__name__}" for function, weight in self._added_rewards if weight}
-
-        def warn(topic: str, message: str) -> None:
-            self.warn(topic, message)
-            if topic in weighted:
-                score["metrics"]["reward_errors"] += 1.0
-
-        added, values = await self._score_added(messages, row, warn)
+        added, values, num_zeros = await self._score_added(messages, row)
         check_names_differ(score["metrics"], values)
+        if num_zeros:
+            score["metrics"]["reward_errors"] += num_zeros
         score["reward"] += added
         score["metrics"] |= values
         score["weights"] |= {function.__name__: weight for function, weight in self._added_rewards}

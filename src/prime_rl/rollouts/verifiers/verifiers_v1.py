@@ -10,7 +10,13 @@ from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.types import Rollout
 from prime_rl.rollouts.agent_box import AgentBox, box_sandbox
 from prime_rl.rollouts.agent_function import load_agent
-from prime_rl.rollouts.environment_backend import EnvironmentBackend, load_rewards, objects_of, score_objects
+from prime_rl.rollouts.environment_backend import (
+    EnvironmentBackend,
+    load_rewards,
+    objects_of,
+    refuse_step_rewards,
+    score_objects,
+)
 from prime_rl.rollouts.group_attempts import (
     Attempt,
     EnvironmentFailed,
@@ -28,6 +34,7 @@ class TasksetEnvironment(EnvironmentBackend):
 
     def _load(self) -> None:
         config = self.config
+        refuse_step_rewards(config)
         problem = (
             f"environment {config.id!r} with env.args = {config.args} does not load, neither by load_environment() "
             "nor as a taskset"
@@ -47,6 +54,7 @@ class TasksetEnvironment(EnvironmentBackend):
                 count_tokens,
                 config.command,
                 load_agent(config),
+                config.reward_errors == "zero",
             )
             if self._adapter.uses_sandbox:
                 sandbox.check()
@@ -95,5 +103,5 @@ class TasksetEnvironment(EnvironmentBackend):
         task = trace.task.data
         row = {name: getattr(task, name) for name in ("answer", "info") if hasattr(task, name)}
         objects = {**objects_of(trace.messages, row), "state": trace.state, "task": task, "trace": trace}
-        added, values = await score_objects(self._added_rewards, objects, zero, self.warn)
-        return add_rewards(rollout, added, values, self._added_rewards)
+        added = await score_objects(self._added_rewards, objects, zero, self.warn)
+        return add_rewards(rollout, *added, self._added_rewards)
