@@ -2,14 +2,21 @@
 
 import json
 import runpy
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.trainer.model.policy_model import build_policy
+from prime_rl.trainer.trainer_metrics import ModelFlops
+
 SCRIPT = Path(__file__).parents[2] / "scripts/make_tiny_model.py"
-DENSE = "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gemma3n_text gemma4_text phi3 granite cohere2 olmo3 smollm3"
+DENSE = "gemma4_text llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gemma3n_text phi3 granite cohere2 olmo3 smollm3"
 MIXTURES = "qwen3_moe mixtral olmoe glm4_moe deepseek_v2 deepseek_v3 gpt_oss dots1 llama4 longcat_flash ernie4_5_moe"
 HYBRIDS = (
     "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe_text nemotron_h granitemoehybrid falcon_h1 bamba lfm2 lfm2_moe "
@@ -55,6 +62,9 @@ def test_tiny_model_of_a_family_loads_and_tells_tokens_apart(family, tmp_path, m
     assert not torch.allclose(logits[-1], logits[-2], atol=1e-3)
     assert not torch.allclose(logits[len(ids) // 2], reversed_logits[len(ids) // 2], atol=1e-3)
     assert float(logits.softmax(-1).max()) < 0.95
+    with suppress(ConfigError):  # not every family can be trained
+        policy = build_policy(TrainerModelConfig(name=str(path)))
+        assert ModelFlops.of(policy).total(np.array([8]), scored=7) > 0
 
 
 def test_tiny_model_is_the_same_at_each_call(tmp_path, monkeypatch):

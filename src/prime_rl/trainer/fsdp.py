@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -237,8 +237,8 @@ def apply_tensor_parallel(causal_lm: PreTrainedModel, mesh: DeviceMesh) -> None:
     kind = type(causal_lm).__name__
     if not plan:
         raise ConfigError(f"model.tp: transformers has no tensor parallel plan for {kind}; set model.tp=1")
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := getattr(text, key, None)) and heads % ranks:
+    for layer, key in product(text.per_layer_config, ("num_attention_heads", "num_key_value_heads")):
+        if (heads := getattr(layer, key, None)) and heads % ranks:
             raise ConfigError(f"model.tp {ranks} does not divide the {key} of {kind}, {heads}")
     for name, module in causal_lm.base_model.named_modules():
         pattern = plan_pattern(name)

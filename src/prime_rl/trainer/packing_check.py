@@ -124,5 +124,6 @@ def _lengths(policy: PolicyModel, max_tokens: int) -> tuple[int, int] | None:
     longest = min(max_tokens - first, policy.max_sample_length or max_tokens)
     if first < 2 or longest < 2:
         return None
-    changes = [length + _SECOND // 2 for length in (*scaled, getattr(text, "sliding_window", None)) if length]
+    windows = {getattr(layer, "sliding_window", None) for layer in text.per_layer_config}
+    changes = [length + _SECOND // 2 for length in (*scaled, *windows) if length]
     return first, min(max(_SECOND, *(length for length in changes if length <= longest), 0), longest)

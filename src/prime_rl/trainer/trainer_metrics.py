@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.slow_rank import SLOW_RANK
 from prime_rl.storage.batch import Progress
@@ -76,7 +76,13 @@ class StepReporter:
     ) -> None:
         """`monitor` is None except on rank 0; `name` begins the lines of the log. Measures the peak FLOP/s of a CPU."""
         self._profiler = Profiler(config.trace_path, config.memory_profiler_path, world)
-        self._flops, self._world, self._monitor = ModelFlops.of(policy), world, monitor
+        self._world, self._monitor = world, monitor
+        self._flops: ModelFlops | None = None
+        try:
+            self._flops = ModelFlops.of(policy)
+        except Exception as error:  # noqa: BLE001  a metric ends no run
+            if world.is_main:
+                logger.warning("perf/mfu has no value: FLOPs of {}: {}", config.model.name, summarize_exception(error))
         self._train_step, self._prefix = train_step, f"{name} | " if name else ""
         if world.is_main:
             parameters = sum(p.numel() for p in policy.parameters())
@@ -119,7 +125,7 @@ class StepReporter:
         if self._monitor is None:
             return
         tokens, seconds = int(lengths.sum()), timer.laps["train"]
-        peak = seconds * self._peak * self._world.size if self._peak else None  # FLOPs
+        flops, peak = self._flops, seconds * self._peak * self._world.size if self._peak else None
         metrics = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -135,8 +141,8 @@ class StepReporter:
             **{f"time/{name}": seconds for name, seconds in timer.laps.items()},
             # Tokens without padding, and model FLOPs, per second of forward, backward and update.
             "perf/tokens_per_second": tokens / seconds,
-            "perf/mfu": self._flops.total(lengths, scored) / peak if peak else None,
-            "perf/mfu_simple": self._flops.total_upstream(lengths) / peak if peak else None,
+            "perf/mfu": flops.total(lengths, scored) / peak if flops and peak else None,
+            "perf/mfu_simple": flops.total_upstream(lengths) / peak if flops and peak else None,
             **(publication or {}),
         }
         self._monitor.log(step, metrics)
@@ -266,11 +272,8 @@ class ModelFlops:
 
     body: float  # per token in the blocks' matrices
     head: float  # per trained token; only these meet the output embedding
-    # per pair of a token and an earlier token of its segment (causal): in layers of full attention, and in those with a
-    # window, for pairs inside the window
-    attention: float
-    windowed: float
-    window: int
+    # per pair of a token and an earlier token of its segment (causal) inside a window, by the window; 0: full attention
+    attention: Mapping[int, float]
     # as `total_upstream` counts them
     upstream_body: float
     upstream_attention: float
@@ -279,12 +282,14 @@ class ModelFlops:
     def of(cls, policy: PolicyModel) -> "ModelFlops":
         """Count the parameters, before or after sharding."""
         config = policy.causal_lm.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", 0)  # Mamba-2 has none
-        per_layer = 12 * heads * _head_width(config) if heads else 0
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-        windowed = types.count("sliding_attention") if window else 0
-        without = sum(types.count(kind) for kind in ("linear_attention", "conv", "mlp", "moe"))
+        attention: dict[int, float] = {}
+        for kind, layer in zip(types, config.per_layer_config, strict=False):  # heads differ in Gemma 4
+            heads = getattr(layer, "num_attention_heads", 0)  # Mamba-2 has none
+            if heads and kind not in ("linear_attention", "conv", "mlp", "moe"):
+                size = window if window and kind == "sliding_attention" else 0
+                attention[size] = attention.get(size, 0) + 12 * heads * _head_width(layer)
         active = getattr(config, "num_experts_per_tok", None) or 1
         body = matrices = 0.0
         for block in policy.blocks:
@@ -298,9 +303,7 @@ class ModelFlops:
         return cls(
             body=body,
             head=(6 if head.requires_grad else 4) * head.numel(),
-            attention=per_layer * (config.num_hidden_layers - windowed - without),
-            windowed=per_layer * windowed,
-            window=window or 0,
+            attention=attention,
             upstream_body=6 * (matrices + head.numel()),
             upstream_attention=12 * config.num_hidden_layers * config.hidden_size,
         )
@@ -308,9 +311,10 @@ class ModelFlops:
     def total(self, lengths: NDArray[np.integer], scored: int) -> float:
         """FLOPs of segments of `lengths` of which `scored` tokens are trained."""
         tokens = lengths.astype(np.float64)
-        pairs = (tokens**2).sum() / 2
-        outside = (np.maximum(tokens - self.window, 0) ** 2).sum() / 2
-        attention = self.attention * pairs + self.windowed * (pairs - outside)
+        attention = 0.0
+        for window, flops in self.attention.items():
+            outside = np.maximum(tokens - window, 0) ** 2 if window else 0
+            attention += flops * (tokens**2 - outside).sum() / 2
         return float(self.body * tokens.sum() + self.head * scored + attention)
 
     def total_upstream(self, lengths: NDArray[np.integer]) -> float:

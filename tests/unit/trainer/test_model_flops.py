@@ -1,14 +1,20 @@
 """Model FLOPs against explicit counts, and the measured peak against a matrix product."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 import transformers
+from loguru import logger
 
+from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.storage.batch import Progress
 from prime_rl.trainer.fsdp import shard_policy
 from prime_rl.trainer.model.policy_model import PolicyModel
-from prime_rl.trainer.trainer_metrics import ModelFlops, peak_flops
+from prime_rl.trainer.train_step import StepResult
+from prime_rl.trainer.trainer_metrics import ModelFlops, StepReporter, StepTimer, peak_flops
 from prime_rl.trainer.weights.policy_loading import load_policy
 from tests.unit.trainer.test_policy_model import ARCHITECTURES, save
 
@@ -59,6 +65,22 @@ def test_flops_do_not_depend_on_sharding(qwen3, world):
     before = ModelFlops.of(policy)
     shard_policy(policy, config, world)
     assert ModelFlops.of(policy) == before
+
+
+def test_reporter_of_a_model_that_cannot_be_counted_reports_no_mfu(qwen3, world, monkeypatch):
+    policy = load_policy(TrainerModelConfig(name=str(qwen3)), seed=0)
+    monkeypatch.setattr(ModelFlops, "of", Mock(side_effect=RuntimeError("is a per-layer attribute")))
+    monitor, warnings = Mock(), []
+    sink = logger.add(warnings.append, level="WARNING")
+    config = TrainerConfig(model={"name": str(qwen3)})
+    reporter = StepReporter(policy, config, world, monitor, Mock(synchronize_seconds=0.0))
+    logger.remove(sink)
+    timer = StepTimer()
+    timer.lap("train")
+    reporter.report(0, StepResult(1.0, 1.0, 0, {}, {}), timer, np.array([8]), 7, Progress())
+    ((_, metrics), _) = monitor.log.call_args
+    assert metrics["perf/mfu"] is metrics["perf/mfu_simple"] is None and metrics["loss"] == 1
+    assert len(warnings) == 1 and "perf/mfu has no value" in warnings[0]
 
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16}
@@ -127,6 +149,14 @@ def test_attention_flops_count_pairs_inside_the_window_only(config, windowed):
         inside = length**2 / 2 if length <= 6 else 6 * length - 6**2 / 2
         pairs = windowed * inside + (4 - windowed) * length**2 / 2
         assert attention_flops(config, [length]) == pytest.approx(12 * 4 * 8 * pairs)
+
+
+def test_attention_flops_count_the_heads_of_each_layer():
+    layers = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(
+        **SIZES, num_hidden_layers=2, layer_types=layers, sliding_window=6, global_head_dim=16
+    )
+    assert attention_flops(config, [20]) == pytest.approx(12 * 4 * (8 * (6 * 20 - 6**2 / 2) + 16 * 20**2 / 2))
 
 
 @pytest.mark.parametrize("kind", [transformers.DeepseekV3Config, transformers.DeepseekV2Config])

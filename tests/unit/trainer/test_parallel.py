@@ -15,7 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
@@ -26,7 +33,7 @@ from prime_rl.trainer.micro_batch import PADDING_ROW, assign_rows, make_micro_ba
 from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.packing_check import check_packing
-from prime_rl.trainer.parallel.device_mesh import Layout
+from prime_rl.trainer.parallel.device_mesh import Layout, check_context_parallel
 from prime_rl.trainer.parallel.process_group import World, wrap_rank_errors
 from prime_rl.trainer.train_step import Counts, Minibatch, Objective, TrainStep
 from prime_rl.trainer.weight_sync.publisher import Publisher
@@ -234,6 +241,13 @@ def test_layout_that_does_not_divide_the_ranks_is_refused(size, keys, message):
 def test_ranks_of_one_model_parallel_group_have_the_same_data_rank():
     ranks = [World(rank, 8, torch.device("cpu"), model_parallel_size=4) for rank in range(8)]
     assert [(w.data_rank, w.data_size) for w in ranks] == [(0, 2)] * 4 + [(1, 2)] * 4
+
+
+def test_context_parallelism_checks_the_heads_of_each_layer():
+    text = Gemma4TextConfig(num_attention_heads=4, num_global_key_value_heads=1, attention_k_eq_v=True)
+    check_context_parallel(text, TrainerModelConfig(), 2)
+    with pytest.raises(ConfigError, match="4 heads and 4 key-value heads, which 3 ranks"):
+        check_context_parallel(text, TrainerModelConfig(), 3)
 
 
 REFUSED = {

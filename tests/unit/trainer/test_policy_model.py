@@ -28,6 +28,10 @@ ARCHITECTURES = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "mistral_window": lambda: transformers.MistralConfig(**SMALL, sliding_window=5),
     "gemma3_window": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=4),
+    "gemma4_heads_of_two_sizes": lambda: transformers.Gemma4TextConfig(
+        **SMALL, head_dim=16, global_head_dim=32, sliding_window=4, vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=16, layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
     "gemma2_softcapped_logits": lambda: transformers.Gemma2Config(
         **SMALL, head_dim=16, sliding_window=4, final_logit_softcapping=3.0, attn_logit_softcapping=2.0
     ),

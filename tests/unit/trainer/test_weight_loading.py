@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import AutoConfig
 
 from prime_rl.configs.training.model import DebugModelConfig, TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.trainer.model.policy_model import build_policy
 from prime_rl.trainer.parallel.device_mesh import fill_tensor, local_ranges
 from prime_rl.trainer.weights.policy_loading import init_buffers, load_policy, make_policy, materialize
 from tests.support.tiny_model import make_tiny_model
@@ -229,6 +231,14 @@ def test_num_layers_loads_the_first_layers(tiny):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     generation = whole.causal_lm.generation_config
     assert (generation.temperature, generation.eos_token_id) == (0.6, [2, 7])
+
+
+def test_config_of_the_first_layers_has_only_their_settings(tmp_path):
+    save(ARCHITECTURES["gemma4_heads_of_two_sizes"](), tmp_path)
+    first = build_policy(TrainerModelConfig(name=str(tmp_path), debug=DebugModelConfig(num_layers=2)))
+    first.causal_lm.config.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert [layer.head_dim for layer in config.per_layer_config] == [16, 32]
 
 
 def test_buffer_that_is_not_initialised_is_refused():

@@ -295,6 +295,9 @@ def _hf_config(config: TrainerModelConfig, directory: Path) -> Any:
         for key in ("layer_types", "layers_block_type"):  # other models compute them
             if types := vars(hf_config).get(key):
                 setattr(hf_config, key, types[:layers])
+        if hf_config.is_heterogeneous:
+            own = hf_config.to_dict()["per_layer_config"]
+            hf_config.per_layer_config = {key: own[key] for key in own if int(key) < layers}
     return hf_config
 
 

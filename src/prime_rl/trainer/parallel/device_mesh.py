@@ -323,10 +323,11 @@ class ContextParallel:
 
 def check_context_parallel(text: Any, config: TrainerModelConfig, cp: int) -> None:
     """Raise ConfigError if `cp` ranks cannot divide the heads of the model with the configuration `text`."""
-    heads = text.num_attention_heads // config.tp
-    kv_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // config.tp
-    if heads % math.lcm(kv_heads, cp):
-        raise ConfigError(
-            f"model.cp {cp}: {config.name} has {heads} heads and {kv_heads} key-value heads"
-            f"{' on each rank of model.tp' if config.tp > 1 else ''}, which {cp} ranks cannot divide evenly"
-        )
+    for layer in text.per_layer_config:
+        heads = layer.num_attention_heads // config.tp
+        kv_heads = (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) // config.tp
+        if heads % math.lcm(kv_heads, cp):
+            raise ConfigError(
+                f"model.cp {cp}: {config.name} has {heads} heads and {kv_heads} key-value heads"
+                f"{' on each rank of model.tp' if config.tp > 1 else ''}, which {cp} ranks cannot divide evenly"
+            )
