@@ -168,7 +168,7 @@ class ServerStream(asyncio.Protocol):
         ids = set(request.ids)
         if not len(ids) == len(request.ids) == len(request.seeds) or not self._samples.keys().isdisjoint(ids):
             raise ValueError("a request has another number of seeds than of ids, or an id twice")
-        num_bytes = _STARTED_SAMPLE_BYTES + len(request.token_ids) + len(request.sampling)
+        num_bytes = _STARTED_SAMPLE_BYTES + _request_bytes(request)
         samples = [StreamedSample(self, number, num_bytes) for number in request.ids]
         self._samples.update(zip(request.ids, samples, strict=True))
         self._bytes_waiting += _waiting_bytes(request)
@@ -284,7 +284,12 @@ class ServerStream(asyncio.Protocol):
 
 
 def _waiting_bytes(request: SampleRequest) -> int:
-    return len(request.token_ids) + len(request.sampling) + _WAITING_SAMPLE_BYTES * len(request.ids)
+    return _request_bytes(request) + _WAITING_SAMPLE_BYTES * len(request.ids)
+
+
+def _request_bytes(request: SampleRequest) -> int:
+    characters = len(request.model) + len(request.cache_salt or "")
+    return len(request.token_ids) + len(request.sampling) + 4 * characters  # of Python's widest strings
 
 
 def _num_bytes(completion: Completion) -> int:

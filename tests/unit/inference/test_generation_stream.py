@@ -519,6 +519,19 @@ async def test_no_requests_are_read_above_the_limit_of_bytes(monkeypatch):
         assert served.stream._is_reading and served.stream._bytes_waiting == 0
 
 
+@pytest.mark.parametrize("field", ["model", "cache_salt"])
+async def test_names_and_salts_of_requests_count_as_their_bytes(field, monkeypatch):
+    monkeypatch.setattr(generation_stream, "MAX_STARTED_BYTES", 2**10)
+    monkeypatch.setattr(generation_stream, "MAX_WAITING_BYTES", 2**16)
+    async with serving() as served, raw_stream(served.port) as raw:
+        served.engine.holds = True
+        wide = [msgspec.structs.replace(request([number]), **{field: "\U0001f600" * 4096}) for number in range(8)]
+        raw.writer.write(pack(ClientFrame(wide)))
+        await turns(lambda: not served.stream._is_reading)
+        await served.engine.wait(lambda: len(served.engine.waiting) == 1)
+        assert served.stream._bytes_waiting > 7 * 2**14 and served.stream._bytes_started > 2**14
+
+
 async def test_no_requests_are_read_while_the_client_reads_no_completions():
     large = np.zeros(500_000, "<i4").tobytes()
     async with serving() as served, raw_stream(served.port) as raw:
