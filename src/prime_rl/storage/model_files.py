@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from prime_rl.core.errors import ConfigError, summarize_exception
@@ -26,6 +27,8 @@ _DESCRIPTION = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"]
 _WEIGHTS = ["*.safetensors"]
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
 """Copies of the weights in other formats, which some repositories contain."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of the number of experts in a config.json."""
 _TIMEOUT_KEY = "model.download_timeout_seconds"
 _HUB_TIMEOUT_SECONDS = 10.0
 
@@ -73,6 +76,11 @@ def check_model(name: str, with_weights: bool = True) -> None:
             f"model.name = {name} is a model without weights: the directory has no *.safetensors; save it with "
             "save_pretrained() of transformers"
         )
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a mixture of experts."""
+    return any(config.get("text_config", config).get(key) for key in _EXPERTS)
 
 
 def check_on_hub(name: str, revision: str | None) -> None:

@@ -1,5 +1,6 @@
 """Checks before any process starts; each problem is a one-line error."""
 
+import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from prime_rl.liveness.run_settings import MAX_RUNS
 from prime_rl.monitors.loggers.metric_logger import check_loggers_installed
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.file_locks import check_no_writer
-from prime_rl.storage.model_files import check_model
+from prime_rl.storage.model_files import check_model, find_model, has_experts
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import find_earlier_run, move_earlier_run, remove_earlier_run, size_bytes
 from prime_rl.supervisor.nodes.placement import check_nodes
@@ -40,6 +41,7 @@ def check_before_start(config: RLConfig) -> None:
     check_model(config.trainer.model.name, not config.trainer.model.debug.random_init)
     for name in {config.model.name, *(run.model.name for run in runs)}:
         check_model(name, with_weights=False)
+    check_copies_of_experts(config)
     if config.nodes:
         check_gpus_of_nodes(config, check_nodes(config))
         return
@@ -47,6 +49,22 @@ def check_before_start(config: RLConfig) -> None:
         check_key(config.inference.server)
         check_port(config.inference.server.host, config.inference.server.port, "--inference.server.port")
     check_gpus(config, visible_gpus())
+
+
+def check_copies_of_experts(config: RLConfig) -> None:
+    """Reject the transport nccl to copies of a mixture of experts, which exchange tokens while they sample."""
+    server = config.inference
+    if server is None or server.parallel.dp == 1 or config.trainer.weight_broadcast.type != "nccl":
+        return
+    model = server.model
+    directory = find_model(model.name, model.revision, model.download_timeout_seconds, with_weights=False)
+    if has_experts(json.loads((directory / "config.json").read_text())):
+        raise ConfigError(
+            "trainer.weight_broadcast.type = 'nccl' is not supported with inference.parallel.dp = "
+            f"{server.parallel.dp} for {model.name}, a mixture of experts: receiving a version beside the "
+            "collectives of sampling may deadlock; use 'filesystem' with trainer.weight_broadcast.directory = "
+            "/dev/shm/weights"
+        )
 
 
 def check_trainer_to_join(directory: Path) -> None:

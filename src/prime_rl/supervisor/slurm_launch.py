@@ -14,7 +14,7 @@ from prime_rl.storage.model_files import check_model
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import find_earlier_run, undo_interrupted_move
 from prime_rl.supervisor.input_check import InputCheck
-from prime_rl.supervisor.preflight import check_resume, clear_run_directory
+from prime_rl.supervisor.preflight import check_copies_of_experts, check_resume, clear_run_directory
 
 TEMPLATES = Path(__file__).parents[3] / "deploy" / "slurm"
 _SUBMIT_TIMEOUT_SECONDS = 60
@@ -38,6 +38,7 @@ def submit_to_slurm(config: RLConfig) -> str:
     for run in config.orchestrators.values():
         check_resume(run)
     check_model(config.trainer.model.name, not config.trainer.model.debug.random_init)
+    check_copies_of_experts(config)
     with hold_run_lock(paths):
         undo_interrupted_move(paths)
         if config.slurm.nodes > 1:  # on one node, `rl` does it in the job

@@ -56,6 +56,21 @@ def test_check_model_without_a_model_in_the_directory_is_rejected(tmp_path):
     check_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("model", "transport", "is_refused"),
+    [({"num_experts": 4}, "nccl", True), ({"num_experts": 4}, "filesystem", False), ({}, "nccl", False)],
+)
+def test_nccl_to_copies_of_experts_is_rejected_before_the_start(model, transport, is_refused, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    monkeypatch.setattr(preflight, "check_gpus", lambda *_: None)
+    arguments = ["--model.name", str(tmp_path), "--inference.parallel.dp", "2", "--inference-gpu-ids", "0,1"]
+    config = RLConfig.load([*arguments, "--trainer-gpu-ids", "2", "--trainer.weight-broadcast.type", transport])
+    if is_refused:
+        assert "inference.parallel.dp = 2" in refused(preflight.check_before_start, config)
+    else:
+        preflight.check_before_start(config)
+
+
 def test_check_gpus_missing_ids_are_rejected():
     config = RLConfig.load(["--inference"])
     preflight.check_gpus(config, [])

@@ -19,6 +19,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.vllm_arguments import FIXED, UNSUPPORTED_VARIABLES
 from prime_rl.core.entry_point import ERROR_FILE, read_error_file, write_error_file
 from prime_rl.core.errors import ConfigError, summarize_exception, translate_error
+from prime_rl.storage.model_files import has_experts
 
 _QWEN35 = "vLLM's class for it imports torchvision; install it: uv pip install --no-deps torchvision==0.28.0"
 # Model types that vLLM's CPU build cannot run, or runs wrongly, with the reason and the fix.
@@ -30,8 +31,6 @@ _NOT_ON_CPU = {
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks with kernels in vLLM; smaller adapters are padded with zeros."""
-# Keys of the number of experts in model configurations.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Keys of the size of recurrent states (gated delta nets, Mamba, short convolutions).
 _RECURRENT = ("linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "mamba_d_state", "conv_L_cache")
 
@@ -99,7 +98,7 @@ def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None
             "publish full weights, or serve it on a GPU"
         )
     # vLLM runs copies of such models in lockstep and exchanges tokens; its CPU build cannot.
-    if on_cpu and config.parallel.dp > 1 and any(text.get(key) for key in _EXPERTS):
+    if on_cpu and config.parallel.dp > 1 and has_experts(model):
         raise ConfigError(
             f"parallel.dp = {config.parallel.dp}: {config.model.name} is a mixture of experts, of which vLLM "
             "cannot run several copies on a CPU; start one server per copy, and set all addresses in client.base_url"
