@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from contextlib import asynccontextmanager
 
 import httpx
@@ -103,6 +104,23 @@ async def test_only_listed_regular_files_of_the_run_are_sent(tmp_path):
         assert index["files"] == {}
         assert sorted(index["artifacts"]) == [f"weights/step_{step}" for step in (1, 2, 3, 5)]
         assert (await client.get("/files/weights/step_1/config.json")).status_code == 200
+
+
+@pytest.mark.parametrize("folder", ["weights", "checkpoints", "heartbeats"])
+async def test_folder_that_is_a_link_out_of_the_run_is_not_sent(folder, tmp_path):
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    artifact = publish_bytes(outside, 1, b"secret")
+    shutil.copytree(artifact, artifact / "orchestrator")
+    for file in ("step_1/COMMITTED", "orchestrator.json"):
+        (artifact.parent / file).write_text("secret")
+    run.mkdir()
+    (run / folder).symlink_to(artifact.parent)
+    async with served(run) as client:
+        index = (await client.get("/index")).json()
+        assert index["artifacts"] == index["files"] == {}
+        for name in ("weights/step_1", "checkpoints/step_1/orchestrator"):
+            assert (await client.get(f"/artifacts/{name}")).status_code == 404
+            assert (await client.get(f"/files/{name}/config.json")).status_code == 404
 
 
 async def test_version_in_another_directory_is_sent(tmp_path):

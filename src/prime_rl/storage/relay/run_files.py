@@ -163,9 +163,7 @@ class RunFiles:
         directory = self.path(name)
         if name.kind == "weights" and directory.is_symlink() and (target := directory.resolve()).name == directory.name:
             return _regular_file(target, file)
-        return _regular_file(
-            self.paths.root / name.kind, f"{directory.relative_to(self.paths.root / name.kind)}/{file}"
-        )
+        return _regular_file(self.paths.root, f"{name}/{file}")
 
     def _small_files(self) -> Iterator[tuple[str, str]]:
         root = self.paths.root
@@ -175,8 +173,7 @@ class RunFiles:
                 name = file.relative_to(root).as_posix()
                 with suppress(OSError, UnicodeDecodeError):  # it is being replaced
                     if any(is_small_file(name, writer) for writer in _SMALL_FILES):
-                        folder, _, rest = name.partition("/")
-                        with _regular_file(root / folder, rest).open("rb") as content:
+                        with _regular_file(root, name).open("rb") as content:
                             yield name, content.read(_MAX_SMALL_BYTES).decode()
 
     def _digest(self, file: Path) -> FileDigest:
