@@ -41,6 +41,9 @@ class _Adam(OptimizerConfig):
     beta2: float = Field(0.999, ge=0, lt=1)
     """Decay of AdamW's running mean of the squared gradient."""
 
+    eps: float = Field(1e-8, gt=0)
+    """Term in the denominator of AdamW's update."""
+
 
 class AdamWConfig(_Adam):
     """AdamW."""

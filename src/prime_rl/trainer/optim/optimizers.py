@@ -26,7 +26,7 @@ _EPS = 1e-7
 
 
 def _adamw(groups: Groups, config: AdamWConfig) -> Optimizer:
-    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 def _sgd(groups: Groups, config: SGDConfig) -> Optimizer:
@@ -34,8 +34,8 @@ def _sgd(groups: Groups, config: SGDConfig) -> Optimizer:
 
 
 def _muon(groups: Groups, config: MuonConfig) -> Optimizer:
-    betas = (config.beta1, config.beta2)
-    return Muon(groups, config.lr, config.momentum, config.nesterov, config.ns_steps, config.adjust_lr, betas)
+    muon = config.lr, config.momentum, config.nesterov, config.ns_steps, config.adjust_lr
+    return Muon(groups, *muon, (config.beta1, config.beta2), config.eps)
 
 
 OPTIMIZERS: dict[str, Callable[[Groups, Any], Optimizer]] = {"adamw": _adamw, "sgd": _sgd, "muon": _muon}
@@ -125,10 +125,11 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr: str = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
     ) -> None:
         """`params` are groups of `parameter_groups`."""
         defaults = {"lr": lr, "mu": mu, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr": adjust_lr}
-        super().__init__(params, {**defaults, "betas": betas, "weight_decay": 0.0})
+        super().__init__(params, {**defaults, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -181,7 +182,7 @@ class Muon(Optimizer):
             fused=True,
             amsgrad=False,
             maximize=False,
-            eps=1e-8,
+            eps=group["eps"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],
