@@ -259,5 +259,6 @@ def test_dockerfile_passes_hadolint_runs_without_root_and_forwards_signals(file)
     done = subprocess.run([executable("hadolint"), str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     text = file.read_text()
+    assert "nvidia/cuda" not in text or "-devel-" in text, "kernels are compiled with nvcc at their first use"
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE)[-1] == "1001"
     assert 'ENTRYPOINT ["tini", "-g", "--"]' in text
