@@ -14,6 +14,7 @@ copied to the device and that of the previous part to the host. After a step all
 read it. State that a checkpoint loads to the device moves to the host in the next step.
 """
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +23,9 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
+import psutil
 import torch
+from loguru import logger
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
@@ -31,6 +34,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.page_locked_memory import lock_pages
 from prime_rl.trainer.model.policy_model import PolicyModel
@@ -42,6 +47,35 @@ _MAX_GRAPHS = 64
 # Names of the operators of matrix products, of exchanges between ranks, and of the choice of experts: another choice
 # in the recomputation would give the exchanges other sizes.
 _COSTLY = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm", "all_to_all_single", "topk"}
+
+
+def host_bytes(config: TrainerConfig | SFTConfig, parameters: int, trained: int, share: float) -> float:
+    """Host memory that this node will need in addition, at least, with a `share` of the ranks (docs/scaling.md)."""
+    model, state = config.model, 8 if config.optim.type == "adamw" else 4
+    copied = (
+        state * model.optim_cpu_offload
+        + (4 + state) * model.fsdp_cpu_offload  # gradients and state; the weights are loaded
+        + (4 + state) * (config.ckpt is not None and config.ckpt.save_async)
+    )
+    broadcast = config.weight_broadcast.type if isinstance(config, TrainerConfig) else "filesystem"
+    kept = 4 * parameters if broadcast == "nccl" else 0  # by rank 0, which warns
+    return share * (model.dp_replicate * copied * trained + 2 * parameters) + kept
+
+
+def warn_if_host_memory_is_short(config: TrainerConfig | SFTConfig, policy: PolicyModel, num_ranks: int) -> None:
+    """Log a warning if this machine has less memory than its ranks will need. Only rank 0 needs to call it."""
+    parameters = list(policy.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    share = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) / num_ranks
+    needed = host_bytes(config, sum(parameter.numel() for parameter in parameters), trained, share)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        logger.warning(
+            "host memory: the trainer will need at least {:.1f} GiB on this machine, and {:.1f} GiB are available; "
+            "turn off model.optim_cpu_offload, model.fsdp_cpu_offload or ckpt.save_async, or use more machines",
+            needed / 2**30,
+            free / 2**30,
+        )
 
 
 def prepare_blocks(policy: PolicyModel, config: TrainerModelConfig) -> None:

@@ -28,6 +28,7 @@ from prime_rl.monitors.slow_rank import SLOW_RANK
 from prime_rl.storage.batch import Progress
 from prime_rl.trainer.fsdp import compute_dtype
 from prime_rl.trainer.losses.loss_inputs import clamped_difference, finite
+from prime_rl.trainer.memory_savings import warn_if_host_memory_is_short
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.process_setup import check_writable
@@ -91,6 +92,7 @@ class StepReporter:
             count = f"{parameters:,} parameters{which}"
             logger.info(f"{self._prefix}{config.model.name}: {count} on {world.size} x {world.device.type}")
             warn_if_warmup_exceeds_run(config.scheduler, config.max_steps)
+            warn_if_host_memory_is_short(config, policy, world.size)
         self._peak = (
             peak_flops(world.device, compute_dtype(config.model.dtype, world.device)) if world.is_main else None
         )

@@ -12,6 +12,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.storage.batch import Progress
 from prime_rl.trainer.fsdp import shard_policy
+from prime_rl.trainer.memory_savings import host_bytes, warn_if_host_memory_is_short
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.train_step import StepResult
 from prime_rl.trainer.trainer_metrics import ModelFlops, StepReporter, StepTimer, peak_flops
@@ -81,6 +82,28 @@ def test_reporter_of_a_model_that_cannot_be_counted_reports_no_mfu(qwen3, world,
     ((_, metrics), _) = monitor.log.call_args
     assert metrics["perf/mfu"] is metrics["perf/mfu_simple"] is None and metrics["loss"] == 1
     assert len(warnings) == 1 and "perf/mfu has no value" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_bytes"),
+    [
+        ({}, 200),
+        ({"model": {"optim_cpu_offload": True}}, 200 + 8 * 10),
+        ({"model": {"fsdp_cpu_offload": True}, "ckpt": {"save_async": True}}, 200 + 2 * 12 * 10),
+        ({"ckpt": {"save_async": True}, "optim": {"type": "sgd"}}, 200 + 8 * 10),
+        ({"weight_broadcast": {"type": "nccl"}}, 200 + 400),
+    ],
+)
+def test_host_bytes_are_those_of_the_settings(keys, num_bytes):
+    assert host_bytes(TrainerConfig(**keys), parameters=100, trained=10, share=1.0) == num_bytes
+
+
+@pytest.mark.parametrize(("available", "warns"), [(10**6, False), (1000, True)])
+def test_host_memory_below_the_need_logs_a_warning(available, warns, qwen3, monkeypatch, said):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: Mock(available=available))
+    policy = load_policy(TrainerModelConfig(name=str(qwen3)), seed=0)
+    warn_if_host_memory_is_short(TrainerConfig(), policy, num_ranks=1)
+    assert any("host memory: the trainer will need" in line for line in said()) == warns
 
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16}
