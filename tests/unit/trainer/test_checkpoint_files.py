@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorProperties
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -308,6 +309,25 @@ def test_background_save_contains_its_step(tiny, tmp_path, world, monkeypatch):
     checkpoints.close()
     _, policy, *_ = restore(world, tiny, tmp_path, resume_step=1)
     assert torch.equal(weights_of(policy), expected)
+
+
+def test_saves_are_planned_once_until_the_state_changes(tiny, tmp_path, world, monkeypatch):
+    plans, create = [], DefaultSavePlanner._create_global_plan
+    monkeypatch.setattr(DefaultSavePlanner, "_create_global_plan", lambda *given: plans.append(1) or create(*given))
+    first, policy, optimizer, _, progress = restore(world, tiny, tmp_path / "first")
+    other, *_ = restore(world, tiny, tmp_path / "other", {"model": {"lora": {"rank": 2}}})
+    for step, num_plans in ((1, 2), (2, 2), (3, 3)):  # both plan their first save, and `first` the moments of AdamW
+        if step == 3:
+            for parameter in policy.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        progress.step = step
+        for checkpoints in (first, other):
+            checkpoints.step_done(progress, last=False)
+        assert len(plans) == num_plans
+    for step in (3, 2):
+        _, resumed, *_ = restore(world, tiny, tmp_path / "first", resume_step=step)
+        assert torch.equal(weights_of(resumed), weights_of(policy)) == (step == 3)
 
 
 def test_generators_continue_where_they_were(world):

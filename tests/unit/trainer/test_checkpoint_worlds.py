@@ -48,7 +48,7 @@ def make_config(root, name, resume=False, **more):
     return TrainerConfig(
         model=TrainerModelConfig(name=f"{root}/{'experts' if kind == 'experts' else 'model'}", lora=lora, **more),
         optim=OPTIMIZERS[optimizer],
-        ckpt=CkptConfig(interval=BEFORE, resume_step=BEFORE if resume else None),
+        ckpt=CkptConfig(resume_step=BEFORE if resume else None, interval=1),  # the second save reuses the first plan
         output_dir=Path(root) / name,
         device="cpu",
     )

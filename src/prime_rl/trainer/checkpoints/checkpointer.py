@@ -7,6 +7,7 @@ renames it when all shards are on the disk, and commits the checkpoint if the or
 refused.
 """
 
+import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -57,6 +58,17 @@ class DataStream(Protocol):
         """Continue at a position. Raises ConfigError if the data changed."""
 
 
+_cache_keys = itertools.count()
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Plans a save only if names, shapes or shards differ from those of the last one with the same `key`."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = key  # torch's is the name of the class: runs that save in threads would mix plans
+
+
 class Checkpointer:
     """Saves and resumes one trainer. A benchmark does neither; without a `ckpt` block a restart starts at step 0."""
 
@@ -85,6 +97,7 @@ class Checkpointer:
             RunError: the checkpoint is damaged, or the directory cannot be written.
         """
         self._config, self._paths, self._world, self._keeps_rows = config, paths, world, keeps_rows
+        self._cache_key = f"checkpointer {next(_cache_keys)}"
         self._publishes_versions, self._waits_for_orchestrator = publishes_versions, False
         self.first_needed_batch = 0
         """First batch whose rows a checkpoint needs, as far as is known; earlier ones are deleted."""
@@ -267,7 +280,8 @@ class Checkpointer:
     def _write(self, checkpoint: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
         temporary = self._ranks.on_main(lambda: files.prepare_part(checkpoint, PART))
         writer = dcp.FileSystemWriter(temporary, sync_files=True)
-        dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
+        planner = _SavePlanner(self._cache_key)
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=self._group)
         # Each rank hashes the files that it wrote, while its node still caches them.
         names = [f"__{self._world.rank}_*.distcp", *([".metadata"] if self._world.is_main else [])]
         own = (file for name in names for file in temporary.glob(name))
