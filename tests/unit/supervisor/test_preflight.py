@@ -62,6 +62,7 @@ def test_check_model_without_a_model_in_the_directory_is_rejected(tmp_path):
 )
 def test_nccl_to_copies_of_experts_is_rejected_before_the_start(model, transport, is_refused, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(preflight, "check_gpus", lambda *_: None)
     arguments = ["--model.name", str(tmp_path), "--inference.parallel.dp", "2", "--inference-gpu-ids", "0,1"]
     config = RLConfig.load([*arguments, "--trainer-gpu-ids", "2", "--trainer.weight-broadcast.type", transport])
