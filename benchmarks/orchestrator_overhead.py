@@ -98,10 +98,9 @@ class Meter:
 
 async def run_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]:
     """Run the orchestrator against the engine at `url`."""
-    from prime_rl.configs.base_model import NameConfig
     from prime_rl.configs.client import ClientConfig
     from prime_rl.configs.environment import EnvConfig
-    from prime_rl.configs.orchestrator import OrchestratorConfig
+    from prime_rl.configs.orchestrator import OrchestratorConfig, OrchestratorModelConfig
     from prime_rl.configs.sampling import SamplingConfig
     from prime_rl.orchestrator.orchestrator import OrchestratorLoop
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
@@ -109,7 +108,7 @@ async def run_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]:
 
     run = directory / f"run_{shape.completion}"
     config = OrchestratorConfig(
-        model=NameConfig(name=str(directory / "tokenizer")),
+        model=OrchestratorModelConfig(name=str(directory / "tokenizer")),
         client=ClientConfig(base_url=[url]),
         env=[EnvConfig(id="overhead_environment", args={"prompts": str(directory / f"{shape.prompt}.json")})],
         batch_size=shape.batch,

@@ -104,10 +104,9 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 async def run_orchestrator(directory: Path, url: str, server: int, steps: int) -> dict[str, Any]:
     """Run the orchestrator against the server at `url`, with the process id `server`."""
-    from prime_rl.configs.base_model import NameConfig
     from prime_rl.configs.client import ClientConfig
     from prime_rl.configs.environment import EnvConfig
-    from prime_rl.configs.orchestrator import OrchestratorConfig
+    from prime_rl.configs.orchestrator import OrchestratorConfig, OrchestratorModelConfig
     from prime_rl.configs.sampling import SamplingConfig
     from prime_rl.orchestrator.orchestrator import OrchestratorLoop
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
@@ -116,7 +115,7 @@ async def run_orchestrator(directory: Path, url: str, server: int, steps: int) -
     run = directory / "run"
     arguments = {"prompts": str(directory / "prompts.json"), "lag": str(directory / "worker")}
     config = OrchestratorConfig(
-        model=NameConfig(name=str(directory / "tokenizer")),
+        model=OrchestratorModelConfig(name=str(directory / "tokenizer")),
         client=ClientConfig(base_url=[url]),
         env=[EnvConfig(id="in_flight_environment", args=arguments)],
         batch_size=BATCH,

@@ -121,15 +121,14 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def make_config(directory: Path, urls: Sequence[str], size: Size, **settings: Any) -> "OrchestratorConfig":
-    from prime_rl.configs.base_model import NameConfig
     from prime_rl.configs.client import ClientConfig
     from prime_rl.configs.environment import EnvConfig
-    from prime_rl.configs.orchestrator import OrchestratorConfig
+    from prime_rl.configs.orchestrator import OrchestratorConfig, OrchestratorModelConfig
     from prime_rl.configs.sampling import SamplingConfig
 
     prompts = json.loads((directory / "prompts.json").read_text())
     return OrchestratorConfig(
-        model=NameConfig(name=str(directory / "tokenizer")),
+        model=OrchestratorModelConfig(name=str(directory / "tokenizer")),
         client=ClientConfig(base_url=list(urls)),
         env=[EnvConfig(id="scale_environment", args={"prompts": prompts, "examples": size.examples})],
         rollouts_per_example=GROUP,

@@ -18,11 +18,10 @@ import uvloop
 from policies import Baseline
 from simulation import BASELINES
 
-from prime_rl.configs.base_model import NameConfig
 from prime_rl.configs.client import ClientConfig
 from prime_rl.configs.concurrency import ConcurrencyConfig
 from prime_rl.configs.environment import EnvConfig
-from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig, OrchestratorModelConfig
 from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.liveness.parent_process import die_with_parent
 from prime_rl.monitors import Monitor
@@ -96,7 +95,7 @@ def configuration(spec: Spec, url: str, tokenizer: str) -> OrchestratorConfig:
     bound = _UNBOUNDED if policy.bound is None else policy.bound
     starts_always = policy.name in ("discard_stale", "ship_hold")
     return OrchestratorConfig(
-        model=NameConfig(name=tokenizer),
+        model=OrchestratorModelConfig(name=tokenizer),
         client=ClientConfig(base_url=[url]),
         env=[EnvConfig(id="trace_environment", name=spec.trace.ENVIRONMENT, args={"examples": work.examples})],
         batch_size=work.batch_groups * work.group_size,
