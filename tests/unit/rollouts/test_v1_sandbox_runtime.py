@@ -193,7 +193,9 @@ def test_a_classic_environment_refuses_a_command(installed):
         ("printf 'a\\377'", None, 0, "a?"),
         ("head -c 3000000 /dev/zero | tr '\\0' x", None, 0, "x" * 2**19),
         ("(sleep 1000 &); echo started", None, 0, "started"),
-        ("for i in $(seq 100); do sh -c 'true & exit 0' || exit 1; done", None, 0, ""),  # they are waited for
+        pytest.param(  # they are waited for; a busy machine may be late, and bash says that it tries again
+            "for i in $(seq 100); do sh -c 'true & exit 0' || exit 1; done", None, 0, "", marks=pytest.mark.extended
+        ),
         ("echo x 2> /dev/null > /proc/1/fd/4 || echo refused", None, 0, "refused"),
         ("cat 2> /dev/null < /dev/tcp/127.0.0.1/22", None, 1, ""),
     ],
