@@ -103,6 +103,7 @@ class BackgroundLogger:
     def close(self) -> None:
         """Log what is queued and finish the run; return after `timeout_seconds` at the latest."""
         if self._failed:
+            self._thread.join(self._timeout_seconds)  # it may not have said so yet
             self._report_loss()
             return
         if self._figures is not None:
