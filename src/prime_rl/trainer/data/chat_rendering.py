@@ -134,6 +134,8 @@ class ExampleEncoder:
                 continue
             self._reads_text_arguments = form is not chat if len(forms) > 1 else self._reads_text_arguments
             self._report_unread(form, where)
+            if not sequences:
+                self._log_once("nothing", f"{where} has no trained token, and is skipped, as all such examples are")
             return sequences
         raise errors[0]
 

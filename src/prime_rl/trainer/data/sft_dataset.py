@@ -385,7 +385,10 @@ def show_samples(config: SFTConfig, count: int = 5) -> None:
             opened.take(count) if isinstance(opened, RowStream) else [opened[i] for i in range(min(count, len(opened)))]
         )
         for row in rows:
-            for sequence in locate_errors(row, partial(encoder.encode, where=row[0])):
+            sequences = locate_errors(row, partial(encoder.encode, where=row[0]))
+            if not sequences:
+                print(f"--- {row[0]}: 0 trained, skipped")
+            for sequence in sequences:
                 learned = int(sequence.loss_mask.sum())
                 cut = f", truncated to {source.seq_len}" if len(sequence) > source.seq_len else ""
                 print(f"--- {row[0]}: {len(sequence)} tokens{cut}, {learned} trained")

@@ -140,12 +140,14 @@ def test_show_samples_prints_the_trained_text(tmp_path, capsys):
     model = make_tiny_model(tmp_path / "model")
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
     chat = [{"role": "user", "content": "hi\x1b[2J"}, {"role": "assistant", "content": "yo"}]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(7)))
+    rows = [{"messages": chat}] * 3 + [{"messages": chat[:1]}] + [{"messages": chat}] * 3
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--model.name", str(model), "--data.name", str(tmp_path / "x.jsonl"), "--show-sample"]
     arguments += ["--rendering.chat-template", str(tmp_path / "plain.jinja")]
     sft_dataset.show_samples(SFTConfig.load(arguments))
     shown = capsys.readouterr().out
-    assert shown.count("«yo<|im_end|>»\n") == 5 and f"--- {tmp_path}/x.jsonl:5: " in shown
+    assert shown.count("«yo<|im_end|>»\n") == 4 and f"--- {tmp_path}/x.jsonl:5: " in shown
+    assert f"--- {tmp_path}/x.jsonl:4: 0 trained, skipped\n" in shown
     assert "\x1b" not in shown
 
 
