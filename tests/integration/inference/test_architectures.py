@@ -1,7 +1,7 @@
 """A switch updates models other than Qwen3, and their log-probabilities stay those of transformers.
 
-A mixture of experts, whose weights are packed on a CPU (`patches`), and models with softcapped logits: Gemma 2, and
-NanoChat, which vLLM runs through transformers' own code.
+Mixtures of experts, whose weights are packed on a CPU (`patches`), also with shared experts and a router with a bias
+(GLM-4.5), and models with softcapped logits: Gemma 2, and NanoChat, which vLLM runs through transformers' own code.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,9 @@ SMALL: dict[str, Any] = {
 CONFIGS: dict[str, Callable[[], Any]] = {
     "experts": lambda: transformers.Qwen3MoeConfig(
         **SMALL, head_dim=32, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **SMALL, head_dim=32, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, use_qk_norm=True
     ),
     "gemma2": lambda: transformers.Gemma2Config(
         **{**SMALL, "tie_word_embeddings": True},
