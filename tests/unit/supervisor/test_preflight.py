@@ -13,7 +13,7 @@ import pytest
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.entry_point import ERROR_FILE, ReportedError, read_error_file, run_main
 from prime_rl.core.errors import ConfigError, RunError
-from prime_rl.core.ports import claim_port
+from prime_rl.core.ports import claim_port, find_free_port
 from prime_rl.liveness.parent_process import SUPERVISED
 from prime_rl.storage.file_locks import check_no_writer
 from prime_rl.storage.model_files import check_model, check_on_hub
@@ -65,6 +65,7 @@ def test_nccl_to_copies_of_experts_is_rejected_before_the_start(model, transport
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(preflight, "check_gpus", lambda *_: None)
     arguments = ["--model.name", str(tmp_path), "--inference.parallel.dp", "2", "--inference-gpu-ids", "0,1"]
+    arguments += ["--inference.server.port", str(find_free_port())]
     config = RLConfig.load([*arguments, "--trainer-gpu-ids", "2", "--trainer.weight-broadcast.type", transport])
     if is_refused:
         assert "inference.parallel.dp = 2" in refused(preflight.check_before_start, config)
