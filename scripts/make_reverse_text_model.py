@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,14 @@ class WarmStart:
     """What a small model is trained on before its recipe.
 
     Attributes:
-        make_examples: yields questions and replies.
+        make_examples: yields questions and replies in turn.
         folder: has the recipe `sft_cpu.toml`, and gets the folder `model`.
+        system_prompt: of all examples.
     """
 
-    make_examples: Callable[[], Iterator[tuple[str, str]]]
+    make_examples: Callable[[], Iterator[tuple[str, ...]]]
     folder: Path
+    system_prompt: str = ""
 
 
 def main(description: str | None, start: WarmStart) -> None:
@@ -65,7 +67,7 @@ def main(description: str | None, start: WarmStart) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.keep or Path(temporary)
         write_random_model(work / "random", make_tokenizer(), VOCABULARY)
-        write_examples(work / "examples.jsonl", start.make_examples())
+        write_examples(work / "examples.jsonl", start.make_examples(), start.system_prompt)
         trained = fine_tune(work, start.folder / "sft_cpu.toml", arguments.overrides)
         replace_model(trained, arguments.output)
     print(f"{arguments.output}: sha256 {digest(arguments.output / 'model.safetensors')} of model.safetensors")
@@ -126,11 +128,13 @@ def make_examples() -> Iterator[tuple[str, str]]:
         yield word, word[::-1]
 
 
-def write_examples(path: Path, examples: Iterable[tuple[str, str]]) -> None:
+def write_examples(path: Path, examples: Iterable[tuple[str, ...]], system_prompt: str) -> None:
     """Write supervised examples as JSON lines of `messages`."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     with path.open("w", encoding="utf-8") as file:
-        for question, reply in examples:
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+        for texts in examples:
+            turns = zip(cycle(["user", "assistant"]), texts, strict=False)
+            messages = [*system, *({"role": role, "content": text} for role, text in turns)]
             file.write(json.dumps({"messages": messages}) + "\n")
 
 

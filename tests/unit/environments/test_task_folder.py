@@ -1,6 +1,7 @@
 """Tasks of a folder, solved by a program in the sandbox, and graded in another one."""
 
 import asyncio
+import importlib
 import json
 import subprocess
 from contextlib import asynccontextmanager
@@ -189,3 +190,19 @@ def test_programs_of_the_given_agents_are_shell_scripts_with_the_prompt_as_an_ar
     assert (env.id, shell, option, prompt) == ("task_folder", "sh", "-c", "{prompt}")
     assert "{prompt}" not in script and '"$0"' in script
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+
+
+def test_repair_task_rewards_the_right_operator_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "scripts")
+    make_agents_model = importlib.import_module("make_agents_model")
+    make_agents_model.write_tasks(tmp_path)
+    folders = sorted(tmp_path.iterdir())
+    assert len(load(tmp_path)) == len(folders) == make_agents_model.NUM_TASKS
+    for folder in folders[:3]:
+        expression = (folder / "environment/f.py").read_text().splitlines()[0].removeprefix("# ")
+        test = (folder / "tests/test.sh").read_text().replace("/logs/verifier", str(folder))
+        for repair, reward in ((None, "0"), (expression, "1"), (expression[0], "0")):
+            if repair is not None:
+                subprocess.run(["sed", "-i", f"s/rn .*/rn {repair}/", "f.py"], cwd=folder / "environment", check=True)
+            subprocess.run(["sh", "-c", test], cwd=folder / "environment", check=True, stderr=subprocess.DEVNULL)
+            assert (folder / "reward.txt").read_text().strip() == reward
