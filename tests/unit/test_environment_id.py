@@ -37,6 +37,16 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_directory_that_was_removed_from_the_path_stays_away(folder):
+    before = set(sys.modules)
+    find_environment("path/other_env.py").load()
+    sys.path.remove(str(folder / "path"))
+    find_environment("./my_env.py").load()
+    assert str(folder) in sys.path and str(folder / "path") not in sys.path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
 @pytest.mark.parametrize(
     "env_id",
     ["reverse_text", "reverse-text", "Reverse_Text", "someone/reverse_text@0.1.0", "a/reverse_text@0.1",

@@ -97,7 +97,8 @@ def _add_directory(directory: Path, module: str) -> None:
 
     The directory is behind those of installed modules, so that it does not shadow them.
     """
-    added, others = str(directory), [each for each in _directories if each != str(directory)]
+    added = str(directory)
+    others = [each for each in _directories if each != added and each in sys.path]
     for name in [name for name in sys.modules if "." not in name and name != module]:
         file = Path(getattr(sys.modules[name], "__file__", None) or "")
         folder = file.parent.parent if file.name == "__init__.py" else file.parent
