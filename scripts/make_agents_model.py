@@ -23,9 +23,10 @@ OPERATORS = "+-*%"
 SYSTEM_PROMPT = "Repair f.py."
 TEST = """\
 python3 -c '
-from f import f
+names = {{}}
+exec(open("f.py").read(), names)  # an import may find the bytecode of the file as it was in the same second
 pairs = [(7, 3), (9, 5), (8, 6)]
-print(int(all(f(x, y) == x {operator} y for x, y in pairs)))
+print(int(all(names["f"](x, y) == x {operator} y for x, y in pairs)))
 ' > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
 """
 
