@@ -1,6 +1,6 @@
 """Write the tasks of configs/agents/cpu.toml, or train its small model again, on a CPU, in three minutes:
 
-    uv run --extra cpu python scripts/make_agents_model.py --tasks /opt/agents/repair
+    uv run --extra cpu python scripts/make_agents_model.py --tasks outputs/repair
     uv run --extra cpu python scripts/make_agents_model.py
 
 A task is a file f.py with a function that has another operator than the comment above it. The examples are

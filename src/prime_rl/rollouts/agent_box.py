@@ -25,14 +25,15 @@ def _protect():
 
 def _run(argv, env, max_bytes):
     """Run a program, print the start of its output, and return its exit code."""
-    import os, signal, subprocess, sys, tempfile
+    import errno, os, signal, subprocess, sys, tempfile
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             env, stdin = {**os.environ, **env}, subprocess.DEVNULL
             process = subprocess.Popen(argv, env=env, stdin=stdin, stdout=out, stderr=err, start_new_session=True)
         except (OSError, ValueError) as error:
             sys.stderr.write(f"{argv[0]}: {error}\\n")
-            return 127
+            codes = {errno.ENOENT: 127, errno.EACCES: 126, errno.ENOEXEC: 126}  # as of shells; others may pass
+            return codes.get(getattr(error, "errno", None), 1)
         try:
             while process.returncode is None:  # this is process 1, so it also waits for what programs have left
                 pid, status = os.waitpid(-1, 0)

@@ -12,7 +12,7 @@ from verifiers.v1.errors import SandboxError
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.agent_box import AgentBox
-from prime_rl.rollouts.group_attempts import EnvironmentFailed
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, UnsupportedEnvironment
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate.agent_runtime import SandboxRuntimeConfig, add_sandbox
 from prime_rl.rollouts.separate.v1_harnesses import ShellHarness, ShellHarnessConfig
@@ -100,6 +100,7 @@ async def test_agent_works_on_files_that_task_and_reward_share(installed, interp
 
 
 @in_one_loop
+@pytest.mark.extended
 async def test_sandbox_that_breaks_fails_the_rollout_of_its_own_interpreter(installed, monkeypatch):
     async def broken(*_):
         raise RuntimeError("no room")
@@ -160,11 +161,24 @@ async def test_a_program_that_fails_after_a_reply_is_scored_and_one_without_repl
     assert rollout.metrics["agent_exit_code"] == 3.0
     for command, message in (
         ([*AGENT, "--silent"], "it called no model; it printed: nothing to do"),
-        (["/usr/bin/no-such-agent"], "no-such-agent: .*No such file"),
         (["sh", "-c", "echo broken >&2; exit 5"], "exited 5: broken"),
     ):
         with pytest.raises(EnvironmentFailed, match=message):
             await play("done", command=command)
+
+
+@in_one_loop
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["/usr/bin/no-such-agent"], "no-such-agent: .*No such file"),
+        (["sh", "-c", "exec /opt/agents/x"], "exited 127: .*/opt/agents/x"),
+        (["/tmp"], "exited 126: /tmp: .*Permission denied"),
+    ],
+)
+async def test_a_program_that_is_not_there_is_refused_in_the_first_group(installed, command, message):
+    with pytest.raises(UnsupportedEnvironment, match=f"its `command` cannot be started; install it .*{message}"):
+        await play("done", command=command)
 
 
 @in_one_loop

@@ -134,6 +134,7 @@ class TasksetAdapter:
         self._check_tasks(config)
         self.client = InterceptionClient(count_tokens)
         self._ready: asyncio.Future[None] | None = None
+        self._has_replied = False
         self._server_task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -168,7 +169,7 @@ class TasksetAdapter:
 
         Raises:
             Failed: the environment's servers did not start.
-            Refused: it sets what cannot be trained on.
+            Refused: it sets what cannot be trained on, or its program is not there.
         """
         await self._serve()
         opened: dict[str, OpenTrace] = {}
@@ -189,11 +190,14 @@ class TasksetAdapter:
         errors = []
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+        failure = "; ".join(f"{error.type}: {' '.join(error.message.split())[:400]}" for error in errors)
+        self._has_replied |= any(node.sampled for trace in episode.traces for node in trace.nodes)
+        exit_codes = {trace.metrics.get("agent_exit_code") for trace in episode.traces}
+        if not self._has_replied and exit_codes & {126.0, 127.0}:
+            raise Refused(f"its `command` cannot be started; install it below /usr or sandbox.paths ({failure})")
         agents = [_agent(trace, opened[trace.id], scoring) for trace in episode.traces if trace.agent.trainable]
         return {
-            "failure": None
-            if episode.ok
-            else "; ".join(f"{error.type}: {' '.join(error.message.split())[:400]}" for error in errors),
+            "failure": None if episode.ok else failure,
             "warnings": scoring.warnings,
             "stopped": ", ".join(sorted({str(trace.stop_condition) for trace in episode.traces})),
             "infrastructure": any(map(_is_infrastructure, errors)),
