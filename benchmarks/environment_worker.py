@@ -45,7 +45,7 @@ def cpu_seconds(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def run_groups(url: str, groups: int, own_interpreter: bool) -> float:
+async def run_groups(url: str, name: str, groups: int, own_interpreter: bool) -> float:
     """Return the CPU milliseconds per rollout of the worker, and of its environment's process."""
     from prime_rl.configs.environment import EnvConfig
     from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
@@ -53,7 +53,8 @@ async def run_groups(url: str, groups: int, own_interpreter: bool) -> float:
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 
     interpreter = sys.executable if own_interpreter else None
-    environment = EnvConfig(id="reverse_text", args={"words": 2000}, interpreter=interpreter)
+    args = {"words": 2000} if name == "reverse_text" else {}
+    environment = EnvConfig(id=name, args=args, interpreter=interpreter)
     async with (
         WorkerLauncher() as launcher,
         EnvironmentPool(environment, launcher, ModelAccess("m", str(MODEL))) as pool,
@@ -141,6 +142,7 @@ def engine() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="also measure the package in this directory")
+    parser.add_argument("--env", default="reverse_text", help="id or file of another environment")
     parser.add_argument("--own-interpreter", action="store_true", help="the environment has an interpreter of its own")
     parser.add_argument("--agent", action="store_true", help="measure turns of 1,000 agents")
     parser.add_argument("--groups", type=int, default=1000, help="measured groups of each run")
@@ -154,16 +156,16 @@ def main() -> None:
         print(f"{milliseconds:.2f} CPU ms per turn, {kibibytes:.0f} KiB per open session")
         return
     if args.url is not None:
-        print(uvloop.run(run_groups(args.url, args.groups, args.own_interpreter)))
+        print(uvloop.run(run_groups(args.url, args.env, args.groups, args.own_interpreter)))
         return
     sides = {"worker_cpu_ms": SOURCES} | ({"other_worker_cpu_ms": args.against.resolve()} if args.against else {})
-    options = ["--own-interpreter"] if args.own_interpreter else []
+    options = ["--env", args.env, *(["--own-interpreter"] if args.own_interpreter else [])]
     runs = [measure(sides, args.groups, *options) for _ in range(args.pairs)]
     times = {side: [run[side] for run in runs] for side in sides}
     figures = {side: round(median(values), 4) for side, values in times.items()}
     if args.against:
         figures["ratio"] = round(median(run["worker_cpu_ms"] / run["other_worker_cpu_ms"] for run in runs), 3)
-    table = Table("sources", "CPU ms per rollout", "runs", title="environment worker, reverse_text")
+    table = Table("sources", "CPU ms per rollout", "runs", title=f"environment worker, {args.env}")
     for side, sources in sides.items():
         table.add_row(str(sources), f"{figures[side]:.3f}", " ".join(f"{value:.3f}" for value in times[side]))
     Console().print(table)

@@ -17,6 +17,7 @@ from contextvars import Context, ContextVar
 from types import ModuleType
 from typing import Any, cast
 
+import aiohttp
 import verifiers.v1 as vf
 from verifiers.v1.env import Env
 from verifiers.v1.utils.loaders import (
@@ -32,6 +33,7 @@ from .agent_runtime import Box, RemoteBox, SandboxRuntimeConfig, add_sandbox
 from .interception import Ask, CountTokens, InterceptionClient, OpenTrace
 from .v1_harnesses import (
     COMMAND_HARNESS_ID,
+    CONNECTIONS,
     FUNCTION_HARNESS_ID,
     HARNESS_ID,
     ChatHarnessConfig,
@@ -175,6 +177,7 @@ class TasksetAdapter:
         opened: dict[str, OpenTrace] = {}
         scoring = _Scoring(self._counts_zero)
         _scoring.set(scoring)
+        CONNECTIONS.set(self._connections)
 
         def open_trace(trace: Any) -> None:
             opened[trace.id] = self.client.traces[trace.id] = OpenTrace(len(opened), ask)
@@ -214,8 +217,10 @@ class TasksetAdapter:
         await asyncio.shield(self._ready)
 
     async def _serve_forever(self, ready: "asyncio.Future[None]") -> None:
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)  # tasks have their limits
         try:
-            async with self.env.serving():
+            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, self.env.serving():
+                self._connections = session
                 # The server looks up clients here before it creates one, so it uses ours.
                 self.env._interception.clients[_MODEL.client.model_dump_json()] = self.client
                 _lengthen_backlog(self.env._interception)

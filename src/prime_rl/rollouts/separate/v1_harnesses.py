@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,9 @@ COMMAND_HARNESS_ID = "prime_rl_command"
 FUNCTION_HARNESS_ID = "prime_rl_function"
 
 Message = dict[str, Any]
+
+CONNECTIONS = ContextVar[aiohttp.ClientSession]("CONNECTIONS")
+"""Those to the interception server, which the rollouts of a process share."""
 
 
 class ChatHarnessConfig(HarnessConfig):
@@ -74,12 +78,10 @@ class ChatHarness(Harness[ChatHarnessConfig]):
             for name, url in mcp_urls.items():
                 await tools.connect(stack, name, url)
             schemas = [*local, *tools.schemas]
-            headers = {"Authorization": f"Bearer {secret}"}
-            timeout = aiohttp.ClientTimeout(total=None)  # the task has its own limits
-            session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers, timeout=timeout))
+            url, headers = f"{endpoint}/chat/completions", {"Authorization": f"Bearer {secret}"}
             while True:
                 body = {"model": ctx.model, "messages": messages, **({"tools": schemas} if schemas else {})}
-                async with session.post(f"{endpoint}/chat/completions", json=body) as response:
+                async with CONNECTIONS.get().post(url, json=body, headers=headers) as response:
                     answer = await response.read()
                 if response.status != 200:
                     # A full context ends the conversation, which is scored with its turns so far.
