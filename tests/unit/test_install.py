@@ -22,6 +22,7 @@ from prime_rl.supervisor.doctor.installation_check import (
 )
 from tests.support.command import executable
 from tests.support.isolation import make_readable, needs_isolation
+from tests.support.server import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "install.sh"
@@ -105,7 +106,7 @@ def test_install_in_an_empty_home_leads_to_a_running_main_job(tmp_path):
     assert "installing uv" not in again.stdout and "Installed" not in again.stderr
     commands = re.findall(r"^  (.+)$", again.stdout.partition("Start a run with:")[2], re.MULTILINE)
     assert len(commands) == 3 and commands[-1].startswith("uv run --extra cpu rl @ ")
-    program = " && ".join(commands) + " --max-steps 2"
+    program = " && ".join(commands) + f" --max-steps 2 --inference.server.port {free_port()}"
     environment = os.environ | {"HOME": str(home), "PATH": "/usr/bin:/bin", "UV_CACHE_DIR": cache}
     environment.pop("VIRTUAL_ENV", None)
     done = subprocess.run(["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=600)

@@ -1,7 +1,6 @@
 """A working directory with the documented configuration files, and a clean environment."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,6 @@ def workdir(tmp_path, monkeypatch):
     for name in list(os.environ):
         if name.startswith("PRIME_") or name in variables:
             monkeypatch.delenv(name)
-    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     monkeypatch.chdir(tmp_path)
     return tmp_path
