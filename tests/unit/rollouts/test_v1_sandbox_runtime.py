@@ -162,6 +162,11 @@ async def test_a_program_that_fails_after_a_reply_is_scored_and_one_without_repl
     for command, message in (
         ([*AGENT, "--silent"], "it called no model; it printed: nothing to do"),
         (["sh", "-c", "echo broken >&2; exit 5"], "exited 5: broken"),
+        # What may be there for another task does not end the run, nor does a code that a program returns.
+        (["sh", "-c", "/app/run.sh"], "exited 127: .*/app/run.sh: not found"),
+        (["sh", "-c", "cd /app; ./run.sh"], "exited 127: .*run.sh: not found"),
+        (["bash", "-c", 'env true "$(head -c 200000 /dev/zero | tr "\\0" x)"'], "exited 126: .*list too long"),
+        (["sh", "-c", "echo no key >&2; exit 127"], "exited 127: no key"),
     ):
         with pytest.raises(EnvironmentFailed, match=message):
             await play("done", command=command)
@@ -172,8 +177,10 @@ async def test_a_program_that_fails_after_a_reply_is_scored_and_one_without_repl
     ("command", "message"),
     [
         (["/usr/bin/no-such-agent"], "no-such-agent: .*No such file"),
-        (["sh", "-c", "exec /opt/agents/x"], "exited 127: .*/opt/agents/x"),
-        (["/tmp"], "exited 126: /tmp: .*Permission denied"),
+        (["sh", "-c", "exec /opt/agents/x"], "exec: /opt/agents/x: not found"),
+        (["bash", "-c", "no-agent {prompt}"], "no-agent: command not found"),
+        (["env", "X=1", "no-agent"], "no-agent.*: No such file"),
+        (["/tmp"], "/tmp: .*Permission denied"),
     ],
 )
 async def test_a_program_that_is_not_there_is_refused_in_the_first_group(installed, command, message):

@@ -39,6 +39,7 @@ from .v1_harnesses import (
     ChatHarnessConfig,
     CommandHarnessConfig,
     FunctionHarnessConfig,
+    ProgramMissing,
     prompt_text,
     shell_config,
 )
@@ -195,8 +196,7 @@ class TasksetAdapter:
             errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
         failure = "; ".join(f"{error.type}: {' '.join(error.message.split())[:400]}" for error in errors)
         self._has_replied |= any(node.sampled for trace in episode.traces for node in trace.nodes)
-        exit_codes = {trace.metrics.get("agent_exit_code") for trace in episode.traces}
-        if not self._has_replied and exit_codes & {126.0, 127.0}:
+        if not self._has_replied and any(error.type == ProgramMissing.__name__ for error in errors):
             raise Refused(f"its `command` cannot be started; install it below /usr or sandbox.paths ({failure})")
         agents = [_agent(trace, opened[trace.id], scoring) for trace in episode.traces if trace.agent.trainable]
         return {

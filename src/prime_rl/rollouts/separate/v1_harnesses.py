@@ -24,6 +24,7 @@ from pydantic import Field
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.errors import HarnessError
 from verifiers.v1.harness import Harness
 from verifiers.v1.harnesses.bash.harness import BASH_SYSTEM_PROMPT, EDIT_SYSTEM_PROMPT, BashHarnessConfig
 from verifiers.v1.runtimes import ProgramResult, Runtime
@@ -235,6 +236,18 @@ class CommandHarnessConfig(HarnessConfig):
     command: list[str]
 
 
+class ProgramMissing(HarnessError):
+    """The program of `command`, or one that it names, is not there for any task."""
+
+
+_NOT_STARTED = re.compile(
+    r"(\S+): (?:\[Errno \d+] .*|(?:command )?not found|No such file or directory|Permission denied|Is a directory)$"
+)
+"""How shells, `env` and the sandbox say that there is no such program."""
+_OWN_FOLDERS = ("/app/", "/tests/", "/logs/", "/tmp/")
+"""What a task or an agent fills; elsewhere, programs are the same for all tasks."""
+
+
 class CommandHarness(Harness[CommandHarnessConfig]):
     """Runs a program, such as a coding agent, that finds the model by the variables of OpenAI's or Anthropic's SDKs.
 
@@ -276,7 +289,17 @@ class CommandHarness(Harness[CommandHarnessConfig]):
         trace.record_metric("agent_exit_code", float(result.exit_code))
         if any(node.sampled for node in trace.nodes):
             return ProgramResult(0, result.stdout, result.stderr)
+        if result.exit_code in (126, 127) and isinstance(runtime, SandboxRuntime):  # a container's programs may differ
+            self._check_program(result.stderr.strip().rpartition("\n")[2])
         return result if result.exit_code else ProgramResult(1, "", f"it called no model; it printed: {result.stdout}")
+
+    def _check_program(self, complaint: str) -> None:
+        """Raise ProgramMissing if the last line of the errors names a program of `command` that no task can bring."""
+        if (found := _NOT_STARTED.search(complaint)) is None:
+            return
+        name, named = found[1].strip("'\"\u2018\u2019"), re.split(r"[\s;&|()'\"]+", " ".join(self.config.command))
+        if name in named and not name.startswith(_OWN_FOLDERS) and name.find("/") <= 0:
+            raise ProgramMissing(complaint)
 
 
 class FunctionHarnessConfig(HarnessConfig):
