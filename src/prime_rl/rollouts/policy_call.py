@@ -115,7 +115,7 @@ async def policy_call(
     applies = "`sampling` of the environment's configuration applies to sampling and training"
     _warn_about(other.keys() & _OF_THE_RUN, other, warn, applies)
     _warn_about(other.keys() & _DETAILS, other, warn, "the response does not contain these details")
-    return await recorder.ask(asked["messages"], tools, {**sampling, **_ends(asked, sampling)})
+    return await recorder.ask(asked.get("messages") or (), tools, {**sampling, **_ends(asked, sampling)})
 
 
 def _warn_about(names: Iterable[str], asked: Mapping[str, Any], warn: Callable[[str, str], None], reason: str) -> None:
@@ -136,6 +136,8 @@ def _tools(asked: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     for tool in tools:
         if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), Mapping):
             raise ValueError(f"only tools of the type function are supported, not {tool!r:.80}")
+        if not isinstance(name := tool["function"].get("name"), str):
+            raise ValueError(f"a tool has the name {name!r:.80}, not a text")
     return tools
 
 

@@ -81,6 +81,28 @@ async def test_each_token_that_an_agent_sampled_is_trained_once_with_its_reward(
         assert sample.tokens.tolist() in [prompt + encode("It is 8.") for prompt in prompts], "as the engine saw them"
 
 
+async def test_what_is_no_request_is_refused_in_the_vendors_form_and_samples_nothing(load):
+    agent = """
+        BAD = [("", b"{"), ("", b"[]"), ("", {}), ("", {"messages": "a"}), ("", {"messages": [{"content": "a"}]}),
+               ("", {"messages": [{"role": 5}]}), ("/none", {}), ("", {"stream": True, "stream_options": "a"})]
+        BAD = [(f"/chat/completions{path}", body) for path, body in BAD]
+        BAD += [("/messages", {"messages": [{"role": "assistant", "content": "{"}]}), ("/messages", {"system": 5}),
+                ("/responses", {"input": 5}), ("/responses", {"tools": [{"type": "custom", "name": ["a"]}]})]
+
+        async def solve(messages, base_url, api_key):
+            hello = {"messages": messages, "input": "hello"}
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as session:
+                for path, body in BAD:
+                    body = {"data": body} if isinstance(body, bytes) else {"json": {**hello, **body} if body else body}
+                    async with session.post(base_url + path, **body) as answer:
+                        assert answer.status == (404 if path.endswith("none") else 400), (body, await answer.text())
+                        assert (await answer.json())["error"]["message"]
+            await ask(messages, base_url, api_key)
+    """
+    (rollout,), prompts = await play(load(agent))
+    assert (len(prompts), len(rollout.samples)) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("returned", "reward"),
     [("return 0.5", 1.5), ("pass", 1.0), ("return {'correct_answer': 7.0, 'steps': 3}", 1.0)],

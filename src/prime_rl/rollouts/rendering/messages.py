@@ -208,7 +208,9 @@ def role_of(name: str) -> str:
 
 
 def _normalise(message: Mapping[str, Any]) -> Message:
-    normal: Message = {"role": role_of(message["role"]), "content": text_of(message.get("content"))}
+    if not isinstance(role := message.get("role"), str):
+        raise ValueError(f"a message has the role {role!r:.80}, not a text")
+    normal: Message = {"role": role_of(role), "content": text_of(message.get("content"))}
     for name in ("reasoning_content", "tool_call_id", "name"):
         if message.get(name):
             normal[name] = replace_surrogates(message[name])

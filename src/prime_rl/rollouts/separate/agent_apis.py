@@ -37,6 +37,8 @@ class ChatApi:
 
     def chat_body(self, request: Body) -> dict[str, Any]:
         """See `AgentApi`."""
+        if not isinstance(options := request.get("stream_options") or {}, Mapping):
+            raise ValueError(f"stream_options is {options!r:.80}, not an object")
         return {name: value for name, value in request.items() if name not in ("stream", "stream_options")}
 
     def reply(self, completion: Body, request: Body) -> dict[str, Any]:
@@ -83,6 +85,8 @@ class MessagesApi:
         for message in _objects("messages", body.pop("messages", None)):
             convert = self._assistant if message.get("role") == "assistant" else self._user
             messages += convert(message)
+        if messages and messages[-1]["role"] == "assistant":
+            raise ValueError("the last message is of the assistant; to continue it is not supported")
         tools = [
             _function(tool["name"], tool.get("description"), tool["input_schema"])
             for tool in _objects("tools", body.pop("tools", None))

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiohttp import web
 from verifiers.v1.clients import Client
 from verifiers.v1.clients.client import RelayReply
 from verifiers.v1.dialects import ChatDialect, Dialect
@@ -156,6 +157,25 @@ class InterceptionClient(Client):
             trace.is_full = trace.is_full or CONTEXT_OVERFLOW in str(error)
             raise ProviderError(str(error), status_code=400) from error  # 400: no retry, the group has failed
         return completion, api.reply(completion, body)
+
+
+def refuse_malformed(server: Any) -> None:
+    """Let the server answer what verifiers cannot parse, and unknown routes, by an error of both vendors' format."""
+    handle = server.request_handler
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await handle(request)
+        except web.HTTPException as error:
+            status, message = error.status, f"{request.method} {request.path} is not supported: {error.reason}"
+        except Exception as error:
+            if isinstance(error, ConnectionError) or request.writer.output_size:
+                raise
+            status, message = 400, f"malformed request: {error!r:.300}"
+        error_body = {"type": "invalid_request_error", "message": message}
+        return web.json_response({"type": "error", "error": error_body}, status=status)
+
+    server.request_handler = answer
 
 
 def _chat_body(api: AgentApi, body: dict[str, Any]) -> dict[str, Any]:

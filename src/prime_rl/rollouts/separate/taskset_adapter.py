@@ -30,7 +30,7 @@ from verifiers.v1.utils.loaders import (
 from verifiers.v1.utils.retries import run_episode_with_retry
 
 from .agent_runtime import Box, RemoteBox, SandboxRuntimeConfig, add_sandbox
-from .interception import Ask, CountTokens, InterceptionClient, OpenTrace
+from .interception import Ask, CountTokens, InterceptionClient, OpenTrace, refuse_malformed
 from .v1_harnesses import (
     COMMAND_HARNESS_ID,
     CONNECTIONS,
@@ -224,6 +224,7 @@ class TasksetAdapter:
                 # The server looks up clients here before it creates one, so it uses ours.
                 self.env._interception.clients[_MODEL.client.model_dump_json()] = self.client
                 _lengthen_backlog(self.env._interception)
+                refuse_malformed(self.env._interception.runner.server)
                 ready.set_result(None)
                 await asyncio.Event().wait()
         except Exception as error:  # foreign code may raise anything
