@@ -3,13 +3,16 @@
 import asyncio
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+from verifiers.v1.types import AssistantMessage, UserMessage
 
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.rollouts.environment_id import identify_environments
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate.agent_apis import AGENT_APIS
+from prime_rl.rollouts.separate.interception import OpenTrace
 from prime_rl.rollouts.workers import worker_main
 from tests.unit.rollouts.conftest import PACKAGES, TOKENIZER, encode, ending_server, generation, served
 
@@ -94,6 +97,14 @@ async def test_agent_that_disconnects_from_a_stream_frees_the_request(interprete
     async with ending_server(environment):
         (rollout,) = await environment.run_group(0, 1, SlowEngine(), {"max_tokens": 300}, 8192)
     assert rollout.reward == 1.0, "one reply"
+
+
+def test_a_stream_that_an_agent_left_is_not_taken_for_an_equal_reply_to_another_prompt():
+    user, said = UserMessage(content="kept"), AssistantMessage(content="yes")
+    nodes = [SimpleNamespace(message=user, parent=None, sampled=False)]
+    nodes.append(SimpleNamespace(message=said, parent=0, sampled=True))
+    streamed = [([UserMessage(content="left")], said.model_copy(), "0-0"), ([user], said.model_copy(), "0-1")]
+    assert OpenTrace(0, None, streamed=streamed).replies_in(SimpleNamespace(nodes=nodes)) == ["0-1"]
 
 
 @pytest.mark.extended

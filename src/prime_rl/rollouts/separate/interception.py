@@ -5,7 +5,7 @@ reply.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,26 +38,43 @@ class OpenTrace:
         agent: its number in the episode, in the order in which they started.
         ask: samples its replies.
         answers: verifiers' messages, and the ids of the replies.
-        streamed: the same of streams, whose messages verifiers makes again: equal ones are in the order of the replies.
+        streamed: the same of streams, after their prompts: verifiers makes their messages again, without those that an
+            agent has left, so an equal message is the one after the same prompt, or else in the order of the replies.
         is_full: a prompt did not fit.
     """
 
     agent: int
     ask: Ask
     answers: list[tuple[AssistantMessage, str]] = field(default_factory=list)
-    streamed: list[tuple[AssistantMessage, str]] = field(default_factory=list)
+    streamed: list[tuple[list[Any], AssistantMessage, str]] = field(default_factory=list)
     is_full: bool = False
 
     def replies_in(self, trace: Any) -> list[str]:
         """Return the ids of the replies in the trace, without those that verifiers rejected or a hook rewrote."""
         kept, made = {id(node.message) for node in trace.nodes}, {id(message) for message, _ in self.answers}
         found = {name for message, name in self.answers if id(message) in kept}
-        left = [node.message for node in trace.nodes if node.sampled and id(node.message) not in made]
-        for message, name in self.streamed:
-            if message in left:
-                left.remove(message)
-                found.add(name)
+        left = [node for node in trace.nodes if node.sampled and id(node.message) not in made]
+        for is_any_prompt in (False, True):
+            for prompt, message, name in self.streamed:
+                for index, node in enumerate(left if name not in found else ()):
+                    if node.message == message and (is_any_prompt or _given_before(trace, node) == prompt):
+                        del left[index]
+                        found.add(name)
+                        break
         return sorted(found, key=lambda name: int(name.rpartition("-")[2]))
+
+
+def _given(messages: Iterable[Any]) -> list[Any]:
+    """Return the messages that no model wrote."""
+    return [message for message in messages if not isinstance(message, AssistantMessage)]
+
+
+def _given_before(trace: Any, node: Any) -> list[Any]:
+    path = []
+    while node.parent is not None:
+        node = trace.nodes[node.parent]
+        path.append(node.message)
+    return _given(reversed(path))
 
 
 class InterceptionClient(Client):
@@ -110,7 +127,8 @@ class InterceptionClient(Client):
             events, parser = list(api.events(reply, body)), dialect.stream_parser()
             for event in events:
                 parser.feed(event)
-            trace.streamed.append((parser.finish().message, completion["id"]))
+            prompt = _given(dialect.parse_request(body).messages)
+            trace.streamed.append((prompt, parser.finish().message, completion["id"]))
             for event in events:
                 yield event
 
