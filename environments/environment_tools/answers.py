@@ -12,6 +12,11 @@ _WRAPPER = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf|tt)|mbox|boldsymbol|bm|operatorname|boxed|fbox)"
     r"\s*\{([^{}]*)\}"
 )
+# Commands that do not change what they style.
+INVISIBLE = re.compile(
+    r"\\(?:text)?color\s*\{\s*[A-Za-z]{1,20}\s*\}|\\underline(?=\s*\{)"
+    r"|\\(?:tiny|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])"
+)
 _LATEX_EXPONENT = re.compile(r"\^\s*\{\s*([-+]?[0-9]{1,3})\s*\}")
 _LATEX_DEGREE = re.compile(r"\^?\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?")
 _BOX = re.compile(r"(?<!\\)\\+(?:boxed|fbox)\s*\{")
@@ -77,7 +82,7 @@ def unwrap(text: str) -> str:
     Degrees and exponents in braces become `°` and `^2`, so that no braces are left in the contents.
     """
     if "\\" in text:
-        text = _LATEX_DEGREE.sub("°", _LATEX_EXPONENT.sub(r"^\1 ", text))
+        text = _LATEX_DEGREE.sub("°", _LATEX_EXPONENT.sub(r"^\1 ", INVISIBLE.sub("", text)))
         for _ in range(3):  # nested
             text = _WRAPPER.sub(r" \1 ", text)
     return text

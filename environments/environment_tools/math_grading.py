@@ -11,8 +11,10 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
+from .answers import INVISIBLE, unwrap
 from .numbers import is_unit, number_of, split_numbers
 
 WORKER = Path(__file__).with_name("math_worker.py")
@@ -35,13 +37,19 @@ _NAME = re.compile(
     r"(?:_\{?\w{1,9}\}?)?'*\s*(?:\([^()=^]{1,20}\))?(?:\s*\+\s*[A-Za-z](?:_\{?\w{1,9}\}?)?)*"
 )
 _RELATION = re.compile(r"\s*(?:[<>≤≥≠]|\\(?:[lgn]eq?|[lg]t|[lg]eqslant|not)(?![A-Za-z]))")
-_BASE = re.compile(r"[0-9A-F]_\{?\s*(?:\\text\{)?([0-9]{1,2})\s*\}*$")
+_BASE = re.compile(r"[0-9A-F][)}]?\s*_\s*\{?\s*(?:\\text[a-z]*\s*\{)?\s*(\\?\w{1,9})\s*\}*$")
 _FINAL_PERIOD = re.compile(r"(?<!\\right)(?<=[\w)}\]$%])\s*[.,]$")
 _DEGREE = re.compile(r"\s*(?:\^\s*)?°")
 _REPEATING = re.compile(
     r"([0-9]{0,20})\.(?:([0-9]{0,20})\\(?:overline|bar|dot)\s*(?:\{\s*([0-9]{1,20})\s*\}|([0-9]))|\(([0-9]{1,20})\))"
 )
-_LIST = re.compile(r"[0-9],\s+[-+]?[0-9]")
+_LIST = re.compile(r"[0-9],\s+[-+]?[0-9]|^\(.*,")
+_TUPLE, _SET = (re.compile(rf"(?:\\left\s*)?{bracket}") for bracket in (r"[(\[]", r"\\\{"))
+# A set of which an inequality may be another form; (0,1) could also be a point.
+_INTERVAL = re.compile(r"[\[\]]|\\infty|\\cup")
+# math-verify skips these.
+_SKIPPED = re.compile(r"\\(?:[hv]?phantom|[lcvd]?dots|approxeq)")
+_MONEY = tuple(map(re.compile, (r"\\\$|\bdollars?\b", r"€|\beuros?\b", "£|pounds", r"¢|\bcents?\b")))
 _SEPARATOR = re.compile(r"\s*(?:[,;]|\b(?:or|and)\b|\\text\s*\{\s*,?\s*(?:or|and)\s*\})\s*")
 _MEASURES = {
     name: names.split()[0]
@@ -67,6 +75,26 @@ _REMARK = re.compile(rf"[\w)}}\]%|](?:\\[,;:! ]|[\s~])*{_TEXT}(?! (?:or|and) \}}
 _MODULUS = re.compile(r"\s*\\pmod\s*(?:\{[^{}]*\}|[0-9])$")
 _ABOUT = re.compile(r"\\approx|≈")
 _VARIABLE = re.compile(r"[0-9]([A-Za-z])$")
+_LETTER = re.compile(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])")
+_IMPLIES = re.compile(r"[-=]>|[→⟶⇒⟹]|\\(?:implies|to|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])")
+_PLAIN = (  # what math-verify does not know
+    (re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+|[A-Za-z]))"), r"\1{\2\3\4}"),
+    (re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹]+)"), r"^{\1}"),
+    (re.compile("([₀₁₂₃₄₅₆₇₈₉]+)"), r"_{\1}"),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
+    (re.compile(r"(?<![\\A-Za-z])(pi(?![A-Za-z])|sqrt(?=\s*\{))"), r"\\\1"),
+)
+_SIGNS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹₀₁₂₃₄₅₆₇₈₉", "01234567890123456789") | str.maketrans(
+    {
+        "√": r"\sqrt",
+        "∛": r"\sqrt[3]",
+        "∞": r"\infty ",
+        "\u222a": r"\cup ",
+        "∩": r"\cap ",
+        "·": r"\cdot ",
+        "∅": r"\emptyset ",
+    }
+)
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 
 
@@ -125,20 +153,14 @@ class MathGrader:
         Raises:
             GraderBroken: the process does not start.
         """
-        gold, answer = (
-            _OR.sub(
-                r"\\text{ \1 }",
-                _REPEATING.sub(_as_fraction, _DEGREE.sub(r"^\\circ ", _FINAL_PERIOD.sub("", text.strip()))),
-            )
-            for text in (gold, answer)
-        )
-        if same_text(gold, answer):
+        gold, answer = map(plain_latex, (gold, answer))
+        if same_text(gold, answer) or same_text(unwrap(gold), unwrap(answer)):
             return Verdict(correct=True)
         if not answer:
             return Verdict(correct=False)
         if len(answer) > self._max_chars:
             return Verdict(correct=False, failure="too long")
-        if (variable := _VARIABLE.search(gold)) and variable[1] not in answer:
+        if ((variable := _VARIABLE.search(gold)) and variable[1] not in answer) or differ_in_signs(gold, answer):
             return Verdict(correct=False)
         (gold, unit), (answer, given) = split_unit(gold), split_unit(answer)
         if unit and given and not is_same_unit(unit, given):
@@ -155,7 +177,9 @@ class MathGrader:
             return Verdict(correct=False)
         # math-verify ignores both.
         bases = [match and match[1] for match in map(_BASE.search, (gold, answer))]
-        if (all(bases) and bases[0] != bases[1]) or (_RELATION.match(answer) and not _RELATION.match(gold)):
+        if bases[1] not in (None, bases[0], "10" if bases[0] is None else "") or (
+            _RELATION.match(answer) and not _RELATION.match(gold)
+        ):
             return Verdict(correct=False)
         if is_too_large(answer):
             return Verdict(correct=False, failure="too large")
@@ -175,7 +199,12 @@ class MathGrader:
                 self._workers.append(worker)
                 if self._is_closed:  # while it was started
                     worker.kill()
-        request = {"gold": gold, "answers": answers, "seconds": self._seconds}
+        request = {
+            "gold": gold,
+            "answers": answers,
+            "seconds": self._seconds,
+            "relations": bool(_INTERVAL.search(gold)),
+        }
         assert worker.stdin and worker.stdout
         try:
             worker.stdin.write(json.dumps(request) + "\n")
@@ -203,6 +232,28 @@ class MathGrader:
         self._workers.clear()
 
 
+def plain_latex(text: str) -> str:
+    """Return an answer without colors, sizes and a final period, and with LaTeX instead of other signs."""
+    text = _FINAL_PERIOD.sub("", INVISIBLE.sub("", text).strip())
+    text = _REPEATING.sub(_as_fraction, _DEGREE.sub(r"^\\circ ", text))
+    for pattern, plain in _PLAIN:
+        text = pattern.sub(plain, text)
+    return _OR.sub(r"\\text{ \1 }", text.translate(_SIGNS))
+
+
+def differ_in_signs(gold: str, answer: str) -> bool:
+    """Whether something differs that math-verify skips: brackets, currencies, case or order of letters, dots."""
+    texts = (gold, answer)
+    if any(_TUPLE.match(one) and _SET.match(other) for one, other in (texts, texts[::-1])):
+        return True
+    money, others = ({number for number, sign in enumerate(_MONEY) if sign.search(text)} for text in texts)
+    if (money and others and not money & others) or (_SKIPPED.search(answer) and not _SKIPPED.search(gold)):
+        return True
+    if all(re.fullmatch("[A-Z]{3,}", unwrap(text).strip()) for text in texts):
+        return True  # words: not equal as text
+    return gold != answer and gold.casefold() == answer.casefold() and _LETTER.search(gold) is not None
+
+
 def same_text(gold: str, answer: str) -> bool:
     """Compare without any mathematics: what math-verify cannot parse may still be the same.
 
@@ -223,7 +274,15 @@ def answer_parts(gold: str, answer: str) -> list[str]:
     if num_right > 1 and (num_given <= num_right or _SEPARATOR.search(gold)):
         return [answer]
     sides = [side.strip() for side in _ABOUT.split(answer.lstrip(" ="))]
-    answer = next((side for side in sides if side and not _is_name(side)), "") if len(sides) > 1 else sides[0]
+    if len(sides) > 1:
+        values = [side for side in sides if side and not _is_name(side)] or [""]
+        if not all(_is_rounded(values[0], side) for side in values[1:]):
+            return values
+        sides = values
+    answer = sides[0]
+    *steps, last = _IMPLIES.split(answer)
+    if "=" in last and all(map(_is_to_solve, steps)):
+        answer = last
     equations = [_EQUALS.split(part) for part in _SEPARATOR.split(answer)]
     names = {sides[0].strip() for sides in equations}
     are_values = all(len(sides) == 2 for sides in equations) and all(map(_NAME.fullmatch, names))
@@ -231,11 +290,29 @@ def answer_parts(gold: str, answer: str) -> list[str]:
         return [", ".join(value.strip() for _, value in equations)]
     parts = [part.strip() for part in _EQUALS.split(answer)]
     first = [] if _NAME.fullmatch(parts[0]) else parts[:1]
-    return [*first, *(part for part in parts[1:] if not _is_name(part))] or parts
+    is_letter = re.fullmatch(r"\\?[a-z]+", gold) is not None
+    return [*first, *(part for part in parts[1:] if is_letter or not _is_name(part))] or parts
 
 
 def _is_name(text: str) -> bool:
     return text not in _CONSTANTS and _NAME.fullmatch(text) is not None
+
+
+def _is_rounded(value: str, about: str) -> bool:
+    """Whether the second of two numbers is the first with fewer digits; also if one is no number."""
+    exact, rounded = number_of(value), number_of(about)
+    if exact is None or rounded is None:
+        return True
+    decimals = re.match(r"[0-9]*\.([0-9]*)", about)
+    return abs(exact - rounded) < max(Fraction(1, 10 ** len(decimals[1] if decimals else "")), abs(exact) / 1000)
+
+
+def _is_to_solve(equation: str) -> bool:
+    """Whether this is an equation such as 2x = 8, and not x = 4."""
+    sides = equation.split("=")
+    return (
+        len(sides) == 2 and re.search("[a-z]", equation) is not None and not any(map(_is_name, map(str.strip, sides)))
+    )
 
 
 def remark(answer: str) -> str:

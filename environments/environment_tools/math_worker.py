@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 
 def main() -> None:
-    """Serve requests `{"gold", "answers", "seconds"}` until stdin ends."""
+    """Serve requests `{"gold", "answers", "seconds", "relations"}` until stdin ends."""
     memory = int(sys.argv[1])
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries goes to stderr; only verdicts reach the parent
@@ -31,12 +31,15 @@ def main() -> None:
 
     def grade(request: dict[str, Any]) -> dict[str, Any]:
         gold, *answers = (read(_boxed(text)) for text in (request["gold"], *request["answers"]))
-        return {"correct": all(verify(gold, answer, timeout_seconds=None) for answer in answers)}
+        compare = partial(verify, gold, timeout_seconds=None, allow_set_relation_comp=request["relations"])
+        return {"correct": all(map(compare, answers))}
 
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business; it closes our stdin
-    grade({"gold": "1", "answers": ["x+1"]})  # the first use of sympy takes a second; it must not delay an answer
+    grade(
+        {"gold": "1", "answers": ["x+1"], "relations": False}
+    )  # the first use of sympy takes a second; it must not delay an answer
     _send(replies, {"ready": True})
     for line in sys.stdin:
         request = json.loads(line)

@@ -167,6 +167,13 @@ RIGHT = [
     (r"\frac{1}{2}", r"\frac{1}{2} \text{ of the pie}"), (r"5 \text{ or more}", r"5\text{ or  more}"),
     ("x=2, y=3", r"x = 2 \text{ and } y = 3"), ("5", r"5 \text{ (units)}"), ("5", r"5 \text{ m}/\text{s}"),
     ("7", "7"), (r"60^\circ", "60°"), ("90°", "90"), ("90°", r"90^{\circ}"), (r"20^\circ\text{C}", "20 °C"),
+    ("n", "x = n"), (r"\theta", r"x = \theta"), ("4", r"2x=8 \Rightarrow x=4"), ("5", r"x^2 = 25 \implies x = 5"),
+    (r"\sqrt{3}", "√3"), (r"\frac{\sqrt{3}}{2}", "√(3)/2"), (r"\sqrt[3]{2}", "∛2"), (r"2\pi", "2*pi"),
+    (r"\sqrt{3}", "sqrt{3}"), ("x^2+1", "x² + 1"), ("x^{12}", "x¹²"), ("40_9", "40₉"), (r"(-\infty,2)", "(-∞,2)"),
+    (r"A \cup B", "A \u222a B"), ("6", "2·3"), (r"\emptyset", r"\varnothing"), (r"[2,\infty)", r"x \ge 2"),
+    ("[0,1]", r"0 \le x \le 1"), (r"\text{June 20}", "June 20"), ("5", r"\color{red}{5}"),
+    ("5", r"\textcolor{red}{5}"), ("5", r"\underline{5}"), ("5", r"\large 5"), ("4", "4_{10}"),
+    (r"\frac{10}{3}", r"\frac{10}{3} \approx 3.33"), (r"\$5", "5 dollars"),
 ]  # fmt: skip
 CONNECTORS = [
     "=", "==", ":=", r"\to", "->", "=>", "→", "⇒", "≡", r"\equiv", r"\implies", r"\Rightarrow", r"\mapsto", r"\sim",
@@ -199,6 +206,11 @@ WRONG = [
     ("4", r"\text{3 } 4"), ("4", r"\cancel{3} 4"), (r"\sqrt{2}", r"\sqrt{2} \mbox{ or } \sqrt{3}"),
     (r"\sqrt{2}", r"\sqrt{2} \text{, or } \sqrt{3}"), (r"5 \text{ or more}", r"5 \text{ or less}"),
     (r"2\text{ hours and }30\text{ minutes}", r"2\text{ hours and }45\text{ minutes}"),
+    ("4", r"4 \approx 3"), ("4", "4 ≈ 3"), ("4", r"\phantom{4}"), ("4", "4_2"), ("4", "4_{x}"), ("4", "4₂"),
+    ("5", r"5\ldots"), ("5", r"\ldots 5"), ("5", r"5 \approxeq 6"), ("(0,1)", r"\{0,1\}"), (r"\{0,1\}", "(0,1)"),
+    (r"\$5", "€5"), (r"\$5", "5 cents"), ("(1,234)", "1234"), ("MATH", "HTAM"), ("n", "N"), ("x^2", "X^2"),
+    ("4", r"2x=8 \Rightarrow x=5"), ("8", r"2x=8 \Rightarrow x=4"), (r"[2,\infty)", "x > 2"), ("(0,1)", "0 < x < 1"),
+    ("n", "x = m"), (r"\sqrt{3}", "√(3/2)"), ("5", "x = n"),
     (r"60^\circ", "61°"), (r"60^\circ", "60 °C"), ("90°", "-90°"), (r"20^\circ\text{C}", "21 °C"),
 ]  # fmt: skip
 TOO_LARGE = [
