@@ -7,7 +7,9 @@ from .answers import final_part, last_boxed, unwrap
 LETTERS = "ABCDE"
 
 # Every repetition is bounded: what is searched was written by a model, perhaps to make the search slow.
-_DECORATION = re.compile(r"[*_`\"“”$#✅✔✓👉。]|</?answer>|\\[()\[\],;:!]|\\(?:left|right)(?![A-Za-z])")
+_DECORATION = re.compile(
+    r"[*_`\"“”«»$#✅✔✓👉。]|</?answer>|</s>|<\|[a-z_]{1,20}\|>|\\[()\[\],;:!]|\\(?:left|right)(?![A-Za-z])"
+)
 _WRAPPED, _BARE = r"[(\[] ?(?P<wrapped>[A-Ea-e]) ?[)\]]", r"(?P<bare>[A-E])(?![\w'\u2019])"
 _LETTER = rf"(?:{_WRAPPED}|{_BARE})"
 # Behind a bare letter; before a word it would be an article, as in "A number".
@@ -17,17 +19,19 @@ _NAME = r"(?:(?:the )?(?:option|choice|letter|answer)\b ?:? ?)?"
 _STATEMENTS = tuple(
     re.compile(pattern, re.IGNORECASE | re.MULTILINE)
     for pattern in (
-        # "Answer: C", "the answer is (c)", "the correct option would be C"
+        # "Answer: C", "the answer is (c)", "the correct option would be C", "La respuesta es C", "答案是C"
         r"\b(?:answer|ans|solution|(?:correct|right|best|final) (?:option|choice|letter))\b(?: choice| option)?"
         r"(?: to (?:the|this) (?:question|problem))?(?: (?:is|will be|would be|should be|must be))?"
-        rf"(?: therefore| thus)?(?: ?[:=.\u2013\u2014-]){{0,2}}\s{{0,3}}(?:\((?=option|choice))?{_NAME}{_STATED}",
+        rf"(?: therefore| thus)?(?: ?[:=.>→\u2013\u2014-]){{0,2}}\s{{0,3}}(?:\((?=option|choice))?{_NAME}{_STATED}",
+        r"(?:\b(?:respuesta|réponse|resposta|risposta|antwort|ответ)\b|答案|정답)"
+        rf"(?: ?(?:es|est|é|è|ist|是|为)(?!\w\w))? ?[:\uff1a]?\s{{0,3}}{_STATED}",
         r"\b(?:(?:it|this|that)(?: is|['\u2019]s| must be| should be)|therefore,?|thus,?|hence,?|so,?) "
         rf"{_NAME}{_LETTER}(?= ?(?:[.!)\n]|$))",  # "So it is C."
         rf"\b(?:choose|select|pick|choosing|go with) {_NAME}{_STATED}",
         # "C is the answer", "option C is correct", "C) 12 km is right"
         rf"(?<![\w'\u2019(\[])(?<!\b[A-E], )(?:option |choice )?{_LETTER}"
         r"(?:[.):] (?:(?!\. |\b(?-i:[A-E])\b)[^\n]){0,40}?)? is "
-        r"(?:(?:the )?(?:correct|right)\b|the (?:answer|option|choice|solution)\b)",
+        r"(?:(?:the )?(?:correct|right)\b|(?:the|my)(?: final)? (?:answer|option|choice|solution)\b)",
     )
 )
 # Before a statement: it is denied, only supposed, or about something else with a letter.
@@ -40,9 +44,12 @@ _NOT_STATED = re.compile(
     r"grade|class|type|plan|method|column|row|machine|box|group|vitamin) $",
     re.IGNORECASE,
 )
-# Behind it: another letter.
+# Behind it: another letter, or that it is wrong.
 _ANOTHER = re.compile(
-    r" ?[)\]]?[.:]? ?(?:[,;/&+]|\bor\b|\band\b) ?(?:or |and )?(?:option |choice )?[(\[]?[A-E](?![\w'\u2019])"
+    r"[ ,(\u2013\u2014-]{1,3}(?:which )?(?:is )?(?:wrong|incorrect|false|not (?:correct|right|possible))\b"
+    r"|[ ,(\u2013\u2014-]{1,3}but (?:it )?(?:could|might|may) (?:also )?be (?:option )?[(\[]?[A-E](?![\w'\u2019])"
+    r"| ?[)\]]?[.:]? ?(?:[,;/&+]|[(\[\u2013\u2014-](?= ?(?:or|maybe|perhaps)\b)|\.\.|\bor\b|\band\b|\bas well as\b) ?"
+    r"(?:or |and )?(?:maybe |perhaps |possibly |alternatively,? )?(?:option |choice )?[(\[]?[A-E](?![\w'\u2019])"
     r"(?! (?:is|are|was|were|does|has|gives|can|would)\b)|[^\n]{0,40}?\bor (?:option )?[(\[]?[A-E](?:[)\]]| ?\()"
 )
 _ALONE = re.compile(r"(?:(?:option|choice|letter) ?:? ?)?[(\[]? ?([A-E]) ?[)\].:]{0,3}", re.IGNORECASE)

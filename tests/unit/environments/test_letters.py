@@ -32,6 +32,8 @@ REPLIES = [
         "That is C.", "Answer: C. 40%", "Answer: C.40", "Answer C: 40", "The best answer is C.",
         "the option C is right", "\u2705 Answer: C", "\U0001f449 C", "Answer: C \u2705",
         "The correct answer is C\u3002", "Answer:C.", "(A) 5\n(B) 6\n(C) 7\nAnswer: (C)",
+        "答案是C", "答案\uff1aC", "正确答案是 C\u3002", "La respuesta es C.", "Réponse : C", "Die Antwort ist C.",
+        "Ответ: C", "Answer → C", "Answer: C</s>", "Answer: C<|im_end|>", "C is my final answer.", "Answer: «C»",
     ]),
     ("D", [
         "The answer is D, although many choose C.", "The answer is D. A common mistake is to pick C.",
@@ -59,7 +61,10 @@ REPLIES = [
         "The answer is not A but B.", "Answer: none", "Answer: All of the above", "Answer: Both A and B",
         "I would not choose A.", "The answer is A or B", "A because it is a number", "E = mc^2 so the answer is 5",
         "The answer is E = 5", "C is the speed of light", "The answer can't be A.", "Option A, B and C are wrong.",
-        "Choose A if x > 3.", "Correct: C", "(A) 5\n(B) 6\n(C) 7", "A. 5\nB. 6", "We get 6, which matches B.",
+        "Choose A if x > 3.", "Answer: B, or maybe C", "Answer: B (but could be C)", "Answer: C (wrong)",
+        "Answer: C, which is wrong", "Answer: C as well as D", "Answer: C — or D", "Answer: C...E", "答案不是C",
+        "La respuesta no es C.", "Answer: C \u2013 not possible", "Correct: C", "(A) 5\n(B) 6\n(C) 7", "A. 5\nB. 6",
+        "We get 6, which matches B.",
     ]),
     ("E", [
         "Answer: E", "Answer: E) None of these", "ANS: E", "Answer: E (none of these)", "answer: (e)",
