@@ -54,6 +54,7 @@ _LATEX = (
     ("approx", r"\\approx(?![A-Za-z])", "="),
     ("mu", r"\\mu(?![A-Za-z])\s*", "µ"),
     ("Omega", r"\\Omega(?![A-Za-z])", "Ω"),
+    ("pounds", r"\\pounds(?![A-Za-z])\s*", "£"),
     ("AA", r"\\AA(?![A-Za-z])", "Å"),
     ("\\", r"(?<=[0-9])\\[,!;:](?=[0-9]{3}(?![0-9]))", _THIN),
     ("\\", r"\\(?:[,;:! ()\[\]\n]|q?quad(?![A-Za-z]))", " "),
@@ -61,6 +62,7 @@ _LATEX = (
 )
 # Before the others, which make `*` of a multiplication sign.
 _MARKDOWN = (
+    ("~~", r"~~[^~]*~~", " "),
     ("**", r"(?<![\w)*])(\*{2,3})(?=[^\s*])((?:[^*]|\*(?!\*))*)(?<=[^\s*])\1(?![\w*])", r"\2"),
     ("*", r"(?<![\w)*])\*(?=[^\s*])([^*]*)(?<=\S)\*(?![\w*])", r"\1"),
 )
@@ -68,7 +70,7 @@ _PLAIN = (
     ("{,}", r"\{,\}", ","),
     ("~", r"~", " "),
     ("**", r"(?<=[A-Za-z0-9)}])(\s?)\*\*\1(?=[-+({A-Za-z0-9])", "^"),
-    ("_", r"(?<![A-Za-z0-9_])_{1,3}(?=[-+$.0-9])|(?<=[0-9%.])_{1,3}(?![A-Za-z0-9_])", ""),
+    ("_", r"(?<![A-Za-z0-9_])_{1,3}(?=[-+$.0-9])|(?<=[0-9%.])_{1,3}(?![A-Za-z0-9_{])", ""),
     ("_", r"(?<=[A-Za-z])_(?:\{\s*\w{1,9}\s*\}|[A-Za-z0-9](?![A-Za-z0-9]))", ""),  # x_1
     ("`", r"`", ""),
     ("x", r"(?<=[0-9])\s*x\s*(?=[0-9])", "*"),  # 1.5 x 10^3
@@ -103,15 +105,20 @@ _ATOM = (
     r"(?:[eE][-+]?[0-9]+(?!\w))?%?"
 )
 _IN_TEXT = re.compile(
-    rf"(?:(?<![\w)\]}}%.])[-+]{_CURRENCY}?)?(?<![\w.,])(?:{_CURRENCY}[-+]?)?(?:[0-9]+[ ]+(?=[0-9]+/[0-9]))?"
+    rf"(?:(?<![\w)\]}}%.])[-+]{_CURRENCY}?)?(?:(?<![\w.,])|(?<=案是)|(?<=[为约])(?<!不为))(?:{_CURRENCY}[-+]?)?"
+    r"(?:[0-9]+[ ]+(?=[0-9]+/[0-9]))?"
     rf"{_ATOM}(?:\s?[*/^:+-]\s?[({{]?[-+]?{_CURRENCY}?{_ATOM}[)}}]?)*"
 )
 _UNIT_EXPONENT = re.compile(
-    r"(?<=[A-Za-z])\s?\^\s?\{?\s?[-+]?[0-9]{1,2}\s?\}?|(?<=[A-Za-z])(?<![0-9.][eE])[-+]?[0-9](?![0-9])"
+    r"(?<=[A-Za-z])(?<!\b[xyz])\s?\^\s?\{?\s?[-+]?[0-9]{1,2}\s?\}?|(?<=[A-Za-z])(?<![0-9.][eE])[-+]?[0-9](?![0-9])"
 )
-_UNIT = re.compile(r"[A-Za-z%°µΩÅ€£¥₹/](?:[A-Za-z%°µΩÅ'\u2019./*()\s-]*[A-Za-z%°µΩÅ.)])?")
+_LETTERS = "A-Za-zÀ-ÖØ-öø-ÿ"
+_UNIT = re.compile(
+    rf"[{_LETTERS}%°µΩ€£¥₹¢/](?:[{_LETTERS}%°µΩ'\u2019./*()\s-]*[{_LETTERS}%°µΩ.)])?"
+    r"|[美元円块个個只人次天小时分钟岁米厘公里斤克本원개명]+"
+)
 _TAG = re.compile(r"</?[a-z]{1,20}>")
-_WORD = re.compile(r"[A-Za-z]+")
+_WORD = re.compile(rf"[{_LETTERS}]+")
 _MULTIPLE = re.compile(r"\s+([A-Za-z]+)")
 _MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _MULTIPLES |= {"dozens": 12, "lakh": 10**5, "crore": 10**7}
@@ -123,6 +130,7 @@ hundred thousand million billion trillion dozen dozens lakh crore bn mn mil mio 
 doubled tripled halved raised pi sqrt ln log sin cos tan exp mod factorial infinity nan theta alpha beta lambda bc bce
 if unless except without between wrong incorrect impossible false is are was should would least most
 tens hundreds thousands millions billions trillions
+score gross mil millones millionen milliarden milliard milliards mrd tausend mille cientos douzaines
 """
 _PARTS = (
     "halves thirds fourths fifths sixths sevenths eighths ninths tenths twelfths sixteenths hundredths thousandths "
@@ -141,20 +149,34 @@ _NAME = re.compile(r"(?P<words>[A-Za-z][A-Za-z ]{0,40}?)\s?(?:\([\w, ]{1,10}\))?
 # Around a number in running text, these make another number or none of it: x/18, minus 18, 17 or 18, not 18, x > 18,
 # half of 18, 0.(3).
 _CHANGED_BEFORE = re.compile(
-    r"(?:[/^±≠≤≥√]|[!<>]=|(?<![=>-])>|(?<!<)<|\\(?:geq?|leq?|neq?|pm|mp|lt|gt|sqrt\{?|(?:overline|bar|dot)\{?)"
-    r"|\b(?:sqrt|log|ln|exp|f|(?:arc)?(?:sin|cos|tan)h?)\s?\(?|[0-9](?:['\u2019~…{]|\.\.|[xyzn]\s?=)"
-    r"|\b(?:minus|negative|plus|times|than|(?:not|cannot|never)(?: be)?|over|under|above|below|twice|mod|divided by)"
-    r"|(?:\b(?:half|root|square|cube|power|percent)|%) of|\bbetween [0-9]\S* and|[0-9] choose"
-    r"|n['\u2019]t(?: be)?|(?<!\w)[xyzn]\s?[+*-]"
-    r"|[0-9]\S*\s+or(?:\s+\w{1,9}\s*=)?|(?<=[0-9][eE])[-+]|[0-9]\.?\()\s*$",
+    r"(?:[/^±≠≤≥⩽⩾≦≧≪≫√∛]|[!<>]=|(?<![=>-])>|(?<!<)<|\\(?:[gl]eq{0,2}(?:slant)?|n(?:ot\s?=|[gl]?eq?)|lesssim|gtrsim|ll|gg|pm|mp"
+    r"|lt|gt|[bp]mod\{?|sqrt(?:\[[^]]{0,9}\])?\{?|(?:overline|bar|dot|[bx]?cancel|sout|[hv]?phantom)\{?)|\}\s?\{"
+    r"|\b(?:sqrt|log|ln|exp|f|base|(?:arc)?(?:sin|cos|tan)h?)\s?\(?|[0-9](?:['\u2019~…{]|\.\.|\s?[—;•\u2217⋆\u2236\uff5e⊕∈\u222a∧%!])"
+    r"|\b(?:minus|negative|plus|times|than|(?:not|cannot|never)(?: be)?|over|under|above|below|twice|double|triple|mod"
+    r"|divided by)|(?:\b(?:half|third|quarter|root|square|cube|power|percent)|%) of|\bbetween [0-9]\S* and|[0-9] choose"
+    r"|[0-9]%?\s(?:to(?: the)?|by|vs\.?|versus|through|remainder|R|out of|of|in|per|less|multiplied by)"
+    r"|n['\u2019]t(?: be)?|(?<![A-Za-z'])(?-i:[a-z])\s?[+*-]|[0-9]\s?(?-i:[abefijknopqruvwxyz])\s?="
+    r"|(?<![\w)])-(?-i:[a-z])\s?=|(?<![A-Za-z])(?-i:(?<![0-9])[a-z]|[xyzn])\s?[-+*/^]\s?[0-9]{1,9}\s?="
+    r"|(?:[:=(\[{]|\b(?:is|are))\s?[-+$]?[0-9][0-9.]{0,20}[,;]"
+    r"|[0-9]\S*\s+\(?(?:or|ou|oder|или)(?:\s+(?:about|around|\w{1,9}\s*=))?|(?<=[0-9][eE])[-+]|[0-9]\.?\("
+    r"|[0-9]\S*\s+\(?(?:(?:but|or)\s+)?(?:maybe|perhaps|possibly|alternatively),?)\s*$",
     re.IGNORECASE,
 )
 _CHANGED_BEHIND = re.compile(
-    r"\s?(?:π|√|\\|\*?\s?(?:pi|sqrt)\b)|(?:[xyznijepqkKMB]|bn|mn|[₀-₉])(?![A-Za-z])|[eE][-+]?[0-9]"
-    r"|[(_]\{?[0-9]|[\u0304\u0305\u0307]|\+|\s?[<>≤≥≠](?![/|])|\sor\s(?:more|fewer|less)\b"
-    rf"|\s(?:[kKMB]|bn|mn|squared|cubed|factorial|point\s[a-z]+|{_PARTS.replace(' ', '|')})(?![A-Za-z])"
+    r"\s?(?:\\(?!\\|end\b)|\*?\s?(?:[π√]|(?:pi|sqrt)\b))|(?:[abijeknpqruvwxyzkKMBR]|bn|mn|[₀-₉])(?![A-Za-z])|[eE][-+]?[0-9]"
+    r"|[(_]\{?[0-9]|_\{?[A-Za-z\\]|[\u0304\u0305\u0307]|\+|\s?[<>≤≥≠](?![/|])|\sor\s(?:more|fewer|less)\b"
+    rf"|[\s-](?:squared|cubed)\b|\s(?:[kKMBxyzn]|bn|mn|factorial|point\s[a-z]+|{_PARTS.replace(' ', '|')})(?![A-Za-z])"
+    r"|\s(?:mil|mille|millions|millionen|millones|tausend|Mio|Mrd|тыс|млн)\b|\s?[百千万億亿萬만천억]"
     r"|\s(?:degrees\s)?below\szero|[ -]and[ -](?:an?|one|two|three)[\s-](?:hal[fv]|third|quarter|fourth|fifth|eighth)"
-    r"|\s?[+*/-]\s?[xyzn](?![A-Za-z])|\s?!\s?[+*/=-]|\W{1,9}(?:(?:is|are|was)\s)?(?:wrong|incorrect|false)\b"
+    r"|\s?[+*/-]\s?\(?[xyzn](?![A-Za-z])|\s?!\s?[+*/=-]|\W{1,9}(?:(?:is|are|was)\s)?(?:wrong|incorrect|false)\b"
+)
+# 2 hours and 10 minutes: parts of one quantity.
+_PART_BEFORE = re.compile(
+    r"(?:[$€£]\s?[0-9]+|[0-9]\s?(?:hours?|hrs?|h|minutes?|mins?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?|dollars?|euros?)),?"
+    r"(?:\sand)?\s$"
+)
+_PART_BEHIND = re.compile(
+    r"\s?(?:h(?:ou)?rs?|m|min(?:ute)?s?|s|sec(?:ond)?s?|inch(?:es)?|oz|ounces?|cents|days|months)\b"
 )
 _MIXED_BEFORE = re.compile(r"[0-9]\s+and\s*$")
 _SPACED_SIGN = re.compile(r"([=:]|####|\b(?:is|are|was|equals)\b)(\s*[-+])\s+(?=[$€£]?\s?\.?[0-9])")
@@ -264,6 +286,8 @@ def _number_in_line(line: str, match: re.Match[str]) -> Fraction | None:
     behind, text = line[match.end() :], match.group()
     before = line[max(match.start() - 40, 0) : match.start()]
     if len(text) > MAX_CHARS or _CHANGED_BEFORE.search(before) or _CHANGED_BEHIND.match(behind):
+        return None
+    if _PART_BEHIND.match(behind) and _PART_BEFORE.search(before):
         return None
     if (text[0] in "+-" and before.rstrip().endswith(("+", "-"))) or ("/" in text and _MIXED_BEFORE.search(before)):
         return None
