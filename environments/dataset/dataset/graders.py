@@ -58,7 +58,10 @@ class ContainsGrader(Grader):
     async def grade(self, text: str, answer: str) -> float:
         """1 if the answer occurs."""
         words = r"\s+".join(map(re.escape, answer.split()))
-        return float(re.search(rf"(?<!\w){words}(?!\w)", final_part(text), re.IGNORECASE) is not None)
+        # Part of another number or name is no word: 5 of -5, 0.5, 5/6; C of C++; can of can't.
+        before = r"(?<![\w√])(?<![0-9][.,/^])(?<![+\u2212-])(?<!\.)" if answer[:1].isdigit() else r"(?<!\w)"
+        behind = r"(?![\w+#]|['\u2019]t\b|[.,/^][0-9])"
+        return float(re.search(f"{before}{words}{behind}", final_part(text), re.IGNORECASE) is not None)
 
 
 class NumberGrader(Grader):
