@@ -16,7 +16,7 @@ MAX_PEOPLE = 8
 _NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn")
 _NUM_PEOPLE = {"easy": 2, "medium": 3, "hard": 5}
 _ROLE = re.compile(r"\b(?:knight|knave)", re.IGNORECASE)
-_BETWEEN = r"[\s:=*_`\"|,()→>-]{1,8}(?:is[\s*_`]{1,4})?(?:(?:an?|the)[\s*_`]{1,4})?"
+_BETWEEN = r"[\s:=*_`\"|,()→>\u2013\u2014-]{1,8}(?:is[\s*_`]{1,4})?(?:(?:an?|the)[\s*_`]{1,4})?"
 
 
 @dataclass(frozen=True)

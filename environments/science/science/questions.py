@@ -19,9 +19,10 @@ KINDS = ("numbers", "choices")
 LETTERS = "ABCDEFGHIJ"
 
 _WITH_WORDS = re.compile(r"[^A-Za-z]+(?:\s[A-Za-z]{4,20}){1,3}\.?")
-_DECORATION = re.compile(r"[*`$\"]|\\[()\[\],;:! ]")
+_DECORATION = re.compile(r"[*`$\"“”]|\\[()\[\],;:! ]")
 _CHOICE = re.compile(
-    r"(?:(?:the )?(?:correct |right )?(?:option|choice|answer)(?: is)?:? )?[(\[]?([A-J])[)\]]?[.:)]?(?:\s+(.*))?",
+    r"(?:(?:the )?(?:correct |right )?(?:option|choice|answer)(?: is)?:? )?"
+    r"[(\[]?([A-J])[)\]]?(?:[.:)]|\s[=\u2013\u2014-])?(?:\s+(.*))?",
     re.DOTALL | re.IGNORECASE,
 )
 
@@ -71,7 +72,7 @@ def ask_choice(text: str, choices: Sequence[str], correct: int) -> Question:
     def is_correct(reply: str) -> bool:
         reply = _DECORATION.sub("", unwrap(reply)).strip()
         if match := _CHOICE.fullmatch(reply):
-            named = match[2] is None or _same(match[2], choices[correct])
+            named = match[2] is None or _same(match[2], choices[correct]) or match[2] == f"({choices[correct]})"
             return match[1].upper() == LETTERS[correct] and named
         return _same(reply, choices[correct])
 

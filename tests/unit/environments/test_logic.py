@@ -50,7 +50,7 @@ ANSWERS = [  # a puzzle, right answers in the forms that models write, wrong ans
       "Ada - knight\nBen - knave", "Ada is the knight, Ben is the knave", "Ada is a knight and Ben is a knave",
       "Ada: **knight**; Ben: **knave**", "Ada = knight, Ben = knave", "ada KNIGHT ben KNAVE",
       "Ada → knight, Ben → knave", "| Ada | knight |\n| Ben | knave |", "Ben is a knave. Ada is a knight.",
-      "- Ada: Knight\n- Ben: Knave", "_Ada_: knight, _Ben_: knave"],
+      "- Ada: Knight\n- Ben: Knave", "_Ada_: knight, _Ben_: knave", "Ada — knight, Ben \u2013 knave"],
      ["Ada is not a knight, Ben is not a knave", "Ada knight", "Ada knight, Ben knight", "Ada knave, Ben knight",
       "Ada knight, Ben knave, Ben knight", "Ada knight, Ben knave, Cleo knight",
       "Ada is a knight or a knave, Ben knave", "Ada isn't a knight, Ben knave", "knight knave", "",
