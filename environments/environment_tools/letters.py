@@ -6,6 +6,7 @@ from .answers import final_part, last_boxed, unwrap
 
 LETTERS = "ABCDE"
 
+_BRACKETS = str.maketrans("\uff08\uff09\uff1a", "():")
 # Every repetition is bounded: what is searched was written by a model, perhaps to make the search slow.
 _DECORATION = re.compile(
     r"[*_`\"“”«»$#✅✔✓👉。]|</?answer>|</s>|<\|[a-z_]{1,20}\|>|\\[()\[\],;:!]|\\(?:left|right)(?![A-Za-z])"
@@ -23,8 +24,8 @@ _STATEMENTS = tuple(
         r"\b(?:answer|ans|solution|(?:correct|right|best|final) (?:option|choice|letter))\b(?: choice| option)?"
         r"(?: to (?:the|this) (?:question|problem))?(?: (?:is|will be|would be|should be|must be))?"
         rf"(?: therefore| thus)?(?: ?[:=.>→\u2013\u2014-]){{0,2}}\s{{0,3}}(?:\((?=option|choice))?{_NAME}{_STATED}",
-        r"(?:\b(?:respuesta|réponse|resposta|risposta|antwort|ответ)\b|答案|정답)"
-        rf"(?: ?(?:es|est|é|è|ist|是|为)(?!\w\w))? ?[:\uff1a]?\s{{0,3}}{_STATED}",
+        r"(?:\b(?:respuesta|réponse|resposta|risposta|antwort|ответ)\b|答案|정답)(?: correct[ae])?"
+        rf"(?: ?(?:es|est|é|è|ist|是|为)(?!\w\w))? ?:?\s{{0,3}}{_STATED}",
         r"\b(?:(?:it|this|that)(?: is|['\u2019]s| must be| should be)|therefore,?|thus,?|hence,?|so,?) "
         rf"{_NAME}{_LETTER}(?= ?(?:[.!)\n]|$))",  # "So it is C."
         rf"\b(?:choose|select|pick|choosing|go with) {_NAME}{_STATED}",
@@ -50,7 +51,8 @@ _ANOTHER = re.compile(
     r"|[ ,(\u2013\u2014-]{1,3}but (?:it )?(?:could|might|may) (?:also )?be (?:option )?[(\[]?[A-E](?![\w'\u2019])"
     r"| ?[)\]]?[.:]? ?(?:[,;/&+]|[(\[\u2013\u2014-](?= ?(?:or|maybe|perhaps)\b)|\.\.|\bor\b|\band\b|\bas well as\b) ?"
     r"(?:or |and )?(?:maybe |perhaps |possibly |alternatively,? )?(?:option |choice )?[(\[]?[A-E](?![\w'\u2019])"
-    r"(?! (?:is|are|was|were|does|has|gives|can|would)\b)|[^\n]{0,40}?\bor (?:option )?[(\[]?[A-E](?:[)\]]| ?\()"
+    r"(?! (?:is|are|was|were|does|has|gives|can|would)\b)"
+    r"|(?:(?!\bnot\b)[^\n]){0,40}?\bor (?:option )?[(\[]?[A-E](?:[)\]]| ?\()"
 )
 _ALONE = re.compile(r"(?:(?:option|choice|letter) ?:? ?)?[(\[]? ?([A-E]) ?[)\].:]{0,3}", re.IGNORECASE)
 _BEFORE_BOXED = re.compile(r"^(?:the )?(?:final |correct )?answer(?: is)? ?:? ?", re.IGNORECASE)
@@ -95,7 +97,7 @@ def _follows(letter: str, other: str | None) -> bool:
 
 
 def _without_decoration(text: str) -> str:
-    return re.sub(r"[ \t]{1,100}", " ", _DECORATION.sub("", unwrap(text)))
+    return re.sub(r"[ \t]{1,100}", " ", _DECORATION.sub("", unwrap(text).translate(_BRACKETS)))
 
 
 def _find(pattern: re.Pattern[str], text: str) -> list[tuple[int, str]]:

@@ -79,12 +79,12 @@ _LETTER = re.compile(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])")
 _IMPLIES = re.compile(r"[-=]>|[→⟶⇒⟹]|\\(?:implies|to|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])")
 _PLAIN = (  # what math-verify does not know
     (re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+|[A-Za-z]))"), r"\1{\2\3\4}"),
-    (re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹]+)"), r"^{\1}"),
+    (re.compile("(⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)"), r"^{\1}"),
     (re.compile("([₀₁₂₃₄₅₆₇₈₉]+)"), r"_{\1}"),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
     (re.compile(r"(?<![\\A-Za-z])(pi(?![A-Za-z])|sqrt(?=\s*\{))"), r"\\\1"),
 )
-_SIGNS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹₀₁₂₃₄₅₆₇₈₉", "01234567890123456789") | str.maketrans(
+_SIGNS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹₀₁₂₃₄₅₆₇₈₉", "-01234567890123456789") | str.maketrans(
     {
         "√": r"\sqrt",
         "∛": r"\sqrt[3]",
@@ -93,6 +93,7 @@ _SIGNS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹₀₁₂₃₄₅₆₇₈�
         "∩": r"\cap ",
         "·": r"\cdot ",
         "∅": r"\emptyset ",
+        "¢": r"\text{ cents}",
     }
 )
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}

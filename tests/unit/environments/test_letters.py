@@ -32,8 +32,10 @@ REPLIES = [
         "That is C.", "Answer: C. 40%", "Answer: C.40", "Answer C: 40", "The best answer is C.",
         "the option C is right", "\u2705 Answer: C", "\U0001f449 C", "Answer: C \u2705",
         "The correct answer is C\u3002", "Answer:C.", "(A) 5\n(B) 6\n(C) 7\nAnswer: (C)",
-        "答案是C", "答案\uff1aC", "正确答案是 C\u3002", "La respuesta es C.", "Réponse : C", "Die Antwort ist C.",
+        "答案是\uff08C\uff09", "答案\uff1aC", "正确答案是 C\u3002", "La respuesta correcta es C.", "Réponse : C",
+        "Die Antwort ist C.",
         "Ответ: C", "Answer → C", "Answer: C</s>", "Answer: C<|im_end|>", "C is my final answer.", "Answer: «C»",
+        "The answer is (C), not (A) or (B).",
     ]),
     ("D", [
         "The answer is D, although many choose C.", "The answer is D. A common mistake is to pick C.",
