@@ -131,6 +131,7 @@ doubled tripled halved raised pi sqrt ln log sin cos tan exp mod factorial infin
 if unless except without between wrong incorrect impossible false is are was should would least most
 tens hundreds thousands millions billions trillions
 score gross mil millones millionen milliarden milliard milliards mrd tausend mille cientos douzaines
+más mas più mehr moins menos über unter négatif negativ moitié demi einhalb doppelt
 """
 _PARTS = (
     "halves thirds fourths fifths sixths sevenths eighths ninths tenths twelfths sixteenths hundredths thousandths "
