@@ -71,7 +71,12 @@ def apply_algorithm(state: ConfigState) -> None:
 
 
 def set_fixed_length(state: ConfigState, seq_len: int) -> None:
-    """Set `fixed_length` of `normalization = fixed` to the orchestrator's `seq_len`, the maximum length of a sample."""
+    """Set `fixed_length` of `normalization = fixed` to the orchestrator's `seq_len`, the maximum length of a sample.
+
+    Of several runs each has its own, which the trainer sets.
+    """
+    if state.get("runs", None):
+        return
     kind, weights = (state.get(f"trainer.loss.{key}") for key in ("type", "normalization"))
     if weights != "fixed" and (kind != "dr_grpo" or weights is not MISSING):
         return

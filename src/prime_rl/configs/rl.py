@@ -149,10 +149,10 @@ class RLConfig(RunConfig):
             key: state.get(f"orchestrator.{key}", OrchestratorConfig.model_fields[key].default)
             for key in ("batch_size", "seq_len")
         }
-        set_fixed_length(state, batch["seq_len"])
         limit_to_bench_steps(state, "", "trainer.", "orchestrator.")
         use_fake_data(state, "trainer.", **batch)
         complete_runs(state)
+        set_fixed_length(state, batch["seq_len"])
 
     @property
     def ranks(self) -> int:

@@ -101,3 +101,5 @@ def test_fixed_normalization_uses_the_seq_len_of_the_orchestrator():
     assert load("--algorithm", "gspo", *lengths)[1].fixed_length is None
     by_token = ("--trainer.loss.normalization", "token")
     assert load("--algorithm", "dr_grpo", *by_token, *lengths)[1].fixed_length is None
+    several = ("--trainer.max-concurrent-runs", 2, "--trainer.model.lora.rank", 4)
+    assert load("--algorithm", "dr_grpo", *several, *lengths)[1].fixed_length is None, "each run has its own"

@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.rl import trained_run
 from prime_rl.trainer.rl.batch_source import fake_batch
 from prime_rl.trainer.rl.multi_run import ActiveRun, take_turns
+from prime_rl.trainer.rl.runs import derive_config
 from prime_rl.trainer.trainer_nodes import join_nodes
 from prime_rl.trainer.weights.policy_loading import make_policy
 from tests.support.command import PROGRESS_TIMEOUT_SECONDS
@@ -273,6 +275,32 @@ def test_run_continues_in_a_trainer_of_its_own(alone, tiny, tmp_path):
     code, error = run_command("trainer", ["--model.name", tiny, "--output-dir", run.root, *lora, *resumed], ranks=2)
     assert code == 0, error
     assert difference(weights(run), alone["run_alpha"]) <= 1e-5
+
+
+SHARED = {
+    "optim": {"type": "adamw", "lr": 1e-3, "max_norm": 0.5, "eps": 1e-5},
+    "loss": {"type": "cispo", "eps_high": 5.0, "kl": {"coef": 0.1}},
+    "scheduler": {"type": "constant", "warmup_steps": 7},
+}
+
+
+@pytest.mark.parametrize(
+    ("block", "changes", "expected"),
+    [
+        ("optim", {"type": "sgd"}, {"lr": 1e-3, "max_norm": 0.5, "momentum": 0.9}),
+        ("optim", {"lr": 1e-2}, {"lr": 1e-2, "max_norm": 0.5, "eps": 1e-5}),
+        ("loss", {"type": "gspo"}, {"eps_high": 4e-4, "kl.coef": 0.1, "normalization": "sequence"}),
+        ("loss", {"type": "dr_grpo"}, {"fixed_length": 40, "kl.coef": 0.1}),
+        ("loss", {"type": "dr_grpo", "fixed_length": 7}, {"fixed_length": 7}),
+        ("scheduler", {"type": "cosine", "min_lr": 1e-4}, {"warmup_steps": 7, "min_lr": 1e-4}),
+    ],
+)
+def test_keys_that_a_run_does_not_change_are_those_of_the_trainer(tmp_path, block, changes, expected):
+    model = {"name": "model", "seq_len": 80, "lora": {"rank": 4, "publish": "adapter"}}
+    trainer = TrainerConfig(model=model, max_concurrent_runs=2, **SHARED)
+    run = OrchestratorConfig(model={"name": "model"}, seq_len=40, max_steps=9, **{block: changes})
+    derived = getattr(derive_config(trainer, run, tmp_path), block)
+    assert {key: attrgetter(key)(derived) for key in expected} == expected
 
 
 @pytest.fixture

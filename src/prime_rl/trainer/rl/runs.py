@@ -18,6 +18,8 @@ from loguru import logger
 from pydantic import ValidationError
 
 from prime_rl.configs.checkpoint import SKIPPED
+from prime_rl.configs.loading.base_config import BaseConfig
+from prime_rl.configs.loading.schema import nodes_of, tag_of
 from prime_rl.configs.monitoring import METRIC_LOGGERS
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
@@ -266,13 +268,15 @@ def derive_config(trainer: TrainerConfig, run: OrchestratorConfig, root: Path) -
         "exit_when_idle_seconds": None,
         "output_dir": root,
         "model": trainer.model.model_dump() | {"lora": lora.model_dump() | wanted},
-        **{name: _merge(getattr(trainer, name).model_dump(), getattr(run, name)) for name in _BLOCKS},
+        **{name: _merge(name, getattr(trainer, name), getattr(run, name)) for name in _BLOCKS},
         **{name: dumped(getattr(run, name)) for name in ("ckpt", *METRIC_LOGGERS)},
         "max_steps": run.max_steps,
         "async_level": run.async_level,
         "seed": run.seed,
         "num_minibatches": run.num_minibatches or trainer.num_minibatches,
     }
+    # Of normalization fixed: the longest sample of this run, as `rl` sets it for a single run.
+    values["loss"]["fixed_length"] = values["loss"].get("fixed_length") or run.seq_len
     if run.restart and values["ckpt"] is not None:
         values["ckpt"] |= {"resume_step": -1, **dict.fromkeys(SKIPPED, False)}
     if values["wandb"] is not None:
@@ -294,11 +298,17 @@ def derive_config(trainer: TrainerConfig, run: OrchestratorConfig, root: Path) -
 _BLOCKS = ("optim", "scheduler", "loss")
 
 
-def _merge(block: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply a run's changes to a block of the trainer; another `type` starts from that type's defaults."""
-    if changes.get("type", block["type"]) != block["type"]:
-        return dict(changes)
-    return block | dict(changes)
+def _merge(name: str, block: BaseConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply a run's changes to a block of the trainer.
+
+    Another `type` keeps the trainer's values of keys that mean the same in both: those with equal defaults.
+    """
+    kept, known = block.model_dump(), type(block).model_fields
+    if "type" in changes:
+        variants = {tag_of(variant): variant.model_fields for variant in nodes_of(TrainerConfig)[name].variants}
+        fields = variants.get(str(changes["type"]), {})
+        kept = {key: kept[key] for key in kept if key in fields and fields[key].default == known[key].default}
+    return kept | dict(changes)
 
 
 def dumped(block: Any) -> dict[str, Any] | None:
