@@ -89,6 +89,23 @@ def test_comparison_counts_the_tokens_of_its_parts_and_shapes_rewards():
     assert comparison.scores.rewards.tolist() == [0.0]
 
 
+def test_length_penalty_of_a_part_counts_its_own_inputs_and_turns():
+    """Of two turns in one sample, each reads the tokens before it; those at the end belong to the last one."""
+    sampled = np.array([0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 0], np.bool_)
+    zeros = np.zeros(len(sampled), np.int32)
+    owners = zeros.copy()
+    owners[9] = 1  # only sampled tokens have the turn's index
+    turns = Sample(zeros, sampled, zeros.astype(np.float32), sampled - np.int32(1), owners)
+    credits = Credit("turn 0", 1.0), Credit("turn 1", 2.0)
+    short = (0.0, credits, [sample([0, 1])])  # one token of the prompt, and turns of one token
+    config = OrchestratorConfig(reward_shaping={"length_penalty": {}})
+    first, second = (one.scores for one in comparisons(group((0.0, credits, [turns]), short), config))
+    assert [one.inputs.tolist() for one in (first, second)] == [[3, 1], [5, 0]]
+    assert [one.turns.tolist() for one in (first, second)] == [[1, 1], [1, 1]]
+    assert first.rewards == pytest.approx([1 - (0.25 + 0.1 + 0.1), 1 - (0.25 / 2 + 0.1 / 3 + 0.1)])
+    assert second.rewards == pytest.approx([2 - 2 * (0.25 + 0.1 + 0.1), 2 - 2 * (0.25 + 0.1)])
+
+
 def test_truncated_agent_is_zeroed_and_masked_without_the_others():
     credits = Credit("a", 1.0, is_truncated=True), Credit("b", 2.0, is_truncated=False)
     cut = Rollout((sample([0]), sample([1, 1])), 1.5, {}, True, (), credits=credits)

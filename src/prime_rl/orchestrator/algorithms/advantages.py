@@ -136,6 +136,8 @@ class _Part:
     index: int
     credit: Credit
     length: int
+    inputs: int
+    turns: int
     is_truncated: bool
 
 
@@ -154,6 +156,8 @@ def _comparison(parts: Sequence[_Part]) -> Comparison:
     scores = Scores(
         rewards=np.array([part.credit.reward for part in parts], np.float64),
         lengths=np.array([part.length for part in parts], np.int64),
+        inputs=np.array([part.inputs for part in parts], np.int64),
+        turns=np.array([part.turns for part in parts], np.int64),
         truncated=np.array([part.is_truncated for part in parts], np.bool_),
     )
     return Comparison(scores, np.array([part.index for part in parts], np.int64))
@@ -163,19 +167,28 @@ def _parts(group: Group) -> Iterator[_Part]:
     index = 0
     for rollout in group.rollouts:
         credits = rollout.credits or (Credit("", rollout.reward),)
-        for credit, length in zip(credits, _lengths(rollout, len(credits)), strict=True):
+        for credit, (length, inputs, turns) in zip(credits, _amounts(rollout, len(credits)).tolist(), strict=True):
             is_truncated = rollout.is_truncated if credit.is_truncated is None else credit.is_truncated
-            yield _Part(index, credit, int(length), is_truncated)
+            yield _Part(index, credit, length, inputs, turns, is_truncated)
             index += 1
 
 
-def _lengths(rollout: Rollout, count: int) -> NDArray[np.int64]:
-    """Return the number of sampled tokens of each part."""
-    lengths = np.zeros(count, np.int64)
+def _amounts(rollout: Rollout, count: int) -> NDArray[np.int64]:
+    """Return sampled tokens, input tokens and turns of each part, int64 [count, 3].
+
+    Input tokens belong to the part that samples the next token, those at the end to the last one.
+    """
+    amounts = np.zeros((count, 3), np.int64)
     for sample in rollout.samples:
+        mask = sample.loss_mask
         owners = np.zeros(len(sample), np.int32) if sample.credits is None else sample.credits
-        lengths += np.bincount(owners[sample.loss_mask], minlength=count)
-    return lengths
+        sampled = np.flatnonzero(mask)
+        if len(sampled):
+            following = np.searchsorted(sampled, np.arange(len(sample)))
+            owners = owners[sampled[np.minimum(following, len(sampled) - 1)]]
+        starts = mask & ~(np.append(False, mask[:-1]) & (owners == np.append(-1, owners[:-1])))
+        amounts += np.stack([np.bincount(owners[which], minlength=count) for which in (mask, ~mask, starts)], axis=1)
+    return amounts
 
 
 def _given(group: Group) -> NDArray[np.float64]:
