@@ -71,6 +71,10 @@ FORMS = {
     },
     "sharegpt": {"conversations": SHAREGPT, "system": "be short", "tools": json.dumps([TOOL["function"]])},
     "text": {"messages": json.dumps([EXPECTED[0], *SHAREGPT]), "tools": [TOOL]},
+    "dashes": {
+        "conversations": [SHAREGPT[0], share("function-call", TEXT), share("function-response", "sunny"), SHAREGPT[3]],
+        "system": [{"type": "text", "text": "be short"}], "tools": [TOOL],
+    },
     "pair": {"prompt": EXPECTED[:2], "completion": [openai(ARGUMENTS), *EXPECTED[3:]], "tools": [TOOL]},
 }  # fmt: skip
 
@@ -121,9 +125,11 @@ def test_alpaca_row_with_input_system_and_history():
         ("system", "s"), ("user", "Hi"), ("assistant", "Hello"), ("user", "Add.\n1 2"), ("assistant", "3"),
     ]  # fmt: skip
     assert read_row({"instruction": "Hi", "input": "", "output": "Yo"}, SFTDataConfig()).messages[0]["content"] == "Hi"
+    dolly = {"instruction": "Add.", "context": "1 2", "response": "3", "system_prompt": "s", "category": "x"}
+    assert contents(dolly) == [("system", "s"), ("user", "Add.\n1 2"), ("assistant", "3")]
 
 
-@pytest.mark.parametrize("key", ["weight", "loss_mask", "trainable", "train"])
+@pytest.mark.parametrize("key", ["weight", "loss", "loss_mask", "trainable", "train", "train_on_turn"])
 def test_flags_of_messages_exclude_and_include(key):
     turns = [{**EXPECTED[0], key: False}, EXPECTED[1], {**EXPECTED[4], key: 0}, EXPECTED[1], {**EXPECTED[4], key: 1}]
     chat = read_row({"messages": turns, "system": "unused"}, SFTDataConfig())
@@ -151,6 +157,17 @@ def test_reasoning_and_other_keys():
         ({"messages": [{"role": "user", "content": {"a": 1}}]}, "content must be text, not dict"),
         ({"instruction": "a", "output": "b", "history": [["a"]]}, "history must be a list of pairs"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, r"messages\[0\]: .*'audio'"),
+        ({"messages": [{"role": "user", "content": [None]}]}, r"messages\[0\]: .* None in place of a part"),
+        ({"messages": [{"role": "user", "content": [{"text": {"value": "a"}}]}]}, "a text of the type 'dict'"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]}, "but one is '5'"),
+        ({"messages": [openai({"n": float("nan")})]}, r"messages\[0\].tool_calls is not JSON"),
+        ({"messages": [openai('{"n": "\\ud800"}')]}, "half of a surrogate pair"),
+        ({"messages": EXPECTED, "tools": 5}, "tools must be a list"),
+        ({"messages": EXPECTED, "tools": [{"type": "function", "function": 5}]}, "tools must be a list"),
+        ({"messages": EXPECTED, "tools": [{"type": "function", "function": {"x": 1}}]}, "a tool needs a `name`"),
+        ({"messages": [{"role": "user", "content": "<image>a"}], "images": ["a.png"]}, "the column 'images'"),
+        ({"messages": EXPECTED[1:], "system": 5}, "system must be text, not int"),
+        ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "input must be text, not dict"),
     ],
 )
 def test_invalid_conversation_raises_one_line(row, match):
@@ -187,8 +204,12 @@ def test_xlam_answers_of_other_kinds():
 
 @pytest.mark.parametrize(
     "tools",
-    [TOOL, [json.dumps(TOOL)], [{"type": "function", "function": json.dumps(TOOL["function"])}], [TOOL["function"]]],
-)
+    [
+        TOOL, [json.dumps(TOOL)], [{"type": "function", "function": json.dumps(TOOL["function"])}], [TOOL["function"]],
+        [{"type": "function", "function": {**TOOL["function"], "parameters": json.dumps(SCHEMA)}}],
+        [{"name": "weather", "description": "d", "input_schema": SCHEMA}],
+    ],
+)  # fmt: skip
 def test_tool_definitions_of_other_forms(tools):
     assert read_row({"messages": EXPECTED, "tools": tools}, SFTDataConfig()).tools == [TOOL]
 

@@ -3,6 +3,7 @@
 All become messages in normal form (`messages.normalise`). Values may be JSON text, as in CSV files.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,9 @@ _KEYS = {"from": "role", "value": "content", "reasoning": "reasoning_content", "
 """Keys of a message in other formats."""
 _REASONING = {"reasoning", "thinking"}  # kept, because some templates read them
 _KNOWN = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "function_call"}
-_FLAGS = ("weight", "loss_mask", "trainable", "train")
+_FLAGS = ("weight", "loss", "loss_mask", "trainable", "train", "train_on_turn")
+_MEDIA = re.compile("<(image|video|audio)>")
+"""Places of the columns `image`, `images` ... in a text (LLaVA, LLaMA-Factory)."""
 _TYPES = {
     "str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object",
     "tuple": "array", "set": "array",
@@ -110,7 +113,7 @@ def read_row(row: Mapping[str, Any], options: SFTDataConfig) -> Conversation | P
         if not (options.as_messages or is_alpaca or is_call):
             return PromptCompletion(prompt, completion)
         turns = _earlier_turns(row) if is_alpaca else []
-        text = "\n".join(filter(None, (prompt, row.get("input")))) if is_alpaca else prompt
+        text = "\n".join(filter(None, (prompt, _text(row, "input", "context")))) if is_alpaca else prompt
         turns = [*turns, {"role": "user", "content": text}, *_answer(completion, is_call)]
         return _complete(_read_messages(turns, f"{prompt_column} and {completion_column}"), row)
     raise RowError(
@@ -173,6 +176,23 @@ def _calls_of(value: Any) -> list[Any] | None:
     return calls if is_list else None
 
 
+def _text(row: TrackedRow, *columns: str) -> str:
+    """Return the text of the first of these columns that has a value; "" if none has."""
+    column = next(filter(row.has_value, columns), None)
+    if column is None:
+        return ""
+    if not isinstance(value := row[column], str | list):
+        raise RowError(f"{column} must be text, not {_kind(value)}")
+    _check_characters(value, column)
+    with translate_error(ValueError, lambda error: RowError(f"{column}: {error}")):
+        return text_of(value)
+
+
+def _check_characters(value: Any, where: str) -> None:
+    if replace_surrogates(value) != value:
+        raise RowError(f"{where}: the text contains half of a surrogate pair (\\ud800 to \\udfff), not a character")
+
+
 def _value(row: TrackedRow, column: str) -> Any:
     if column not in row:
         raise RowError(f"there is no column {column!r}, only {sorted(map(str, row))}")
@@ -194,8 +214,11 @@ def _parse(value: Any) -> Any:
 
 def _complete(conversation: Conversation, row: TrackedRow) -> Conversation:
     """Add the tools, the system message and the template's variables of other columns."""
-    messages, system = conversation.messages, row.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] not in ("system", "developer"):
+    messages, system = conversation.messages, _text(row, "system", "system_prompt")
+    kinds = {kind for message in messages for kind in _MEDIA.findall(message["content"])}
+    if shown := [name for kind in sorted(kinds) for name in (kind, f"{kind}s") if row.has_value(name)]:
+        raise RowError(f"the messages refer to the column {shown[0]!r}; only text can be trained on")
+    if system and messages[0]["role"] not in ("system", "developer"):
         conversation = replace(
             conversation,
             messages=[{"role": "system", "content": system}, *messages],
@@ -230,11 +253,24 @@ def _read_tools(value: Any) -> list[Any] | None:
     tools = _parse(value)
     if not tools:
         return None
-    tools = [_parse(tool) for tool in ([tools] if isinstance(tools, Mapping) else tools)]
-    if not all(isinstance(tool, Mapping) for tool in tools):
+    tools = without_none([_parse(tool) for tool in (tools if isinstance(tools, list) else [tools])])
+    functions = [(_parse(tool.get("function")) or tool) if isinstance(tool, Mapping) else None for tool in tools]
+    if not all(isinstance(function, Mapping) for function in functions):
         raise RowError(f"tools must be a list of definitions, or JSON text of one, but is {str(value)[:80]!r}")
-    tools = without_none(tools)
-    return [{**tool, "function": one} if (one := _parse(tool.get("function"))) else _wrap(tool) for tool in tools]
+    for function in functions:
+        if not isinstance(function.get("name"), str):
+            raise RowError(f"a tool needs a `name`, but is {str(function)[:80]!r}")
+    return [
+        _wrap(tool) if function is tool else {**tool, "function": _with_schema(function)}
+        for tool, function in zip(tools, functions, strict=True)
+    ]
+
+
+def _with_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode a schema that is JSON text, and name it as OpenAI does."""
+    schema = _parse(function.get("parameters", function.get("input_schema")))
+    kept = {key: value for key, value in function.items() if key != "input_schema"}
+    return kept if schema is None else {**kept, "parameters": schema}
 
 
 def without_none(value: Any) -> Any:
@@ -246,18 +282,16 @@ def without_none(value: Any) -> Any:
 
 def _wrap(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return OpenAI's form of a bare function; xLAM's has Python types in place of a JSON schema."""
-    if not isinstance(tool.get("name"), str):
-        raise RowError(f"a tool needs a `name`, but is {str(tool)[:80]!r}")
-    schema = _parse(tool.get("parameters"))
-    function = {key: value for key, value in tool.items() if key != "type"}
+    function = _with_schema({key: value for key, value in tool.items() if key != "type"})
+    schema = function.get("parameters")
     has_types = isinstance(schema, Mapping) and all(isinstance(one, Mapping) for one in schema.values())
     if has_types and schema and not ({*schema} == {"properties"} and "type" not in schema["properties"]):
         is_optional = {name: "optional" in str(one.get("type")).lower() for name, one in schema.items()}
         optional = [name for name, one in schema.items() if "default" in one or is_optional[name]]
         properties = {name: {**one, "type": _json_type(one.get("type"))} for name, one in schema.items()}
         required = [name for name in schema if name not in optional]
-        schema = {"type": "object", "properties": properties, "required": required}
-    return {"type": "function", "function": {**function, **({} if schema is None else {"parameters": schema})}}
+        function["parameters"] = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": function}
 
 
 def _json_type(name: Any) -> Any:
@@ -300,13 +334,13 @@ def _is_trained(flags: Mapping[str, Any], where: str) -> bool:
 
 def _read_message(message: Message, where: str) -> Message:
     """Return the normal form of a message whose keys are standard."""
-    content, role = message.get("content"), message["role"].strip().lower()
+    content, role = message.get("content"), message["role"].strip().lower().replace("-", "_")
     calls = _parse(message.get("tool_calls")) or []
     if role in ("function_call", "tool_call") and isinstance(said := _parse(content), Mapping | list) and not calls:
         calls, content = said, None  # ShareGPT: the content is the call
     elif isinstance(legacy := _parse(message.get("function_call")), Mapping) and not calls:
         calls = legacy
-    calls = [calls] if isinstance(calls, Mapping) else calls
+    calls = calls if isinstance(calls, list) else [calls]
     if content is None and "refusal" in message:
         content = message["refusal"]
     can_be_empty = calls or "reasoning_content" in message or role_of(role) == "tool"
@@ -314,8 +348,7 @@ def _read_message(message: Message, where: str) -> Message:
         raise RowError(f"{where}.content must be text, not {_kind(content)}")
     with translate_error(ValueError, lambda error: RowError(f"{where}: {error}")):
         read = {**message, "content": text_of(content), "tool_calls": [_read_call(call, where) for call in calls]}
-        if replace_surrogates(message) != message:
-            raise RowError(f"{where}: the text contains half of a surrogate pair (\\ud800 to \\udfff), not a character")
+        _check_characters([message, read], where)
         return normalise([read])[0]
 
 
@@ -331,4 +364,6 @@ def _read_call(call: Any, where: str) -> Mapping[str, Any]:
             f"{where}: the arguments of the call of {function['name']} must be an object or its JSON text, but are "
             f"{str(arguments)[:80]!r}"
         )
+    with translate_error((TypeError, ValueError), lambda error: RowError(f"{where}.tool_calls is not JSON: {error}")):
+        json.dumps(arguments, allow_nan=False)
     return {"id": call.get("id"), "function": {"name": function["name"], "arguments": arguments}}

@@ -203,7 +203,7 @@ def last_reply(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def role_of(name: str) -> str:
     """Return a role by its standard name, such as `assistant` for `gpt`; unknown names are kept."""
-    known = name.strip().lower()
+    known = name.strip().lower().replace("-", "_")
     return _ROLES.get(known, known if known in ("system", "developer", "user", "assistant", "tool") else name)
 
 
@@ -227,11 +227,16 @@ def text_of(content: Any) -> str:
     kinds = [part.get("type", "text" if "text" in part else "unknown") for part in parts]
     if other := [kind for kind in kinds if kind not in _TEXT_PARTS]:
         raise ValueError(f"a message has content of the type {other[0]!r}; only text can be trained on")
-    return "\n".join(replace_surrogates(str(part.get("text") or "")) for part in parts)
+    texts = [part.get("text") or "" for part in parts]
+    if other := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"a part of a message has a text of the type {type(other[0]).__name__!r}")
+    return "\n".join(map(replace_surrogates, texts))
 
 
 def _dictionary(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else value.model_dump()
+    if not isinstance(value, Mapping | BaseModel):
+        raise ValueError(f"a message contains {value!r} in place of a part")
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def _tool_call(call: Any) -> dict[str, Any]:

@@ -105,6 +105,8 @@ class ExampleEncoder:
             )
         if isinstance(content, Conversation):
             return self._encode_conversation(content, where)
+        if not content.completion and self._options.loss_mask.assistant:
+            self._report_empty(f"{where}: the completion")
         return [self._encode_text(content)]
 
     def _encode_text(self, content: PromptCompletion) -> RenderedSequence:
@@ -122,6 +124,8 @@ class ExampleEncoder:
         """Encode in the form of tool calls that the template reads: objects, or JSON text and no content (DeepSeek)."""
         if self._mentions("tool_response"):
             chat = replace(chat, messages=list(map(_unwrap_response, chat.messages)))
+        if self._mentions("thinking") and not self._mentions("reasoning_content"):  # gpt-oss
+            chat = replace(chat, messages=list(map(_with_thinking, chat.messages)))
         forms = [chat]
         if any(message.get("tool_calls") for message in chat.messages):
             forms.append(replace(chat, messages=list(map(with_text_arguments, chat.messages))))
@@ -137,7 +141,7 @@ class ExampleEncoder:
             if not sequences:
                 self._log_once("nothing", f"{where} has no trained token, and is skipped, as all such examples are")
             return sequences
-        raise errors[0]
+        raise min(errors, key=lambda error: "rejects the messages" in str(error))  # the other form may be rejected
 
     def _encode_chat(self, chat: Conversation, where: str) -> list[RenderedSequence]:
         """Iterate over the assistant's learned turns; other learned messages are marked in the prompt around them."""
@@ -241,6 +245,9 @@ class ExampleEncoder:
         following = chat.messages[i + 1 : i + 2] or [_probe(chat.messages[i])]
         with suppress(RowError):
             after = self._render(chat, [*chat.messages[: i + 1], *following])
+            if not after.startswith(whole):  # it drops the reasoning of earlier turns
+                before = [*chat.messages[:i], {"role": "assistant", "content": _MARK}]
+                whole, after = self._render(chat, before), self._render(chat, [*before, *following])
             if after.startswith(whole):
                 return next((special for special in self._specials if after.startswith(special, len(whole))), "")
         return ""
@@ -255,6 +262,8 @@ class ExampleEncoder:
             "tool_calls": [call["name"] for call in calls],
             "arguments of tool_calls": [text for call in calls for text in _texts_of(call["arguments"])],
         }
+        if not any(text for texts in parts.values() for text in texts):
+            self._report_empty(f"{where}: message {i}")
         for name, expected in parts.items():
             shown = [_is_shown(part, answer) for part in expected if part]
             if shown and not any(shown) and (name == "tool_calls" or (name == "content" and not calls)):
@@ -280,6 +289,9 @@ class ExampleEncoder:
             with suppress(RowError):  # messages after the last trained one may not be rendered otherwise
                 if self._render(chat, chat.messages) == self._render(replace(chat, tools=None), chat.messages):
                     self._log_once("tools", f"{where}: the chat template does not render the definitions of `tools`")
+
+    def _report_empty(self, what: str) -> None:
+        self._log_once("empty", f"{what} is empty, so only its end is trained on, as in all such examples")
 
     def _mentions(self, key: str) -> bool:
         """Whether the text of the chat template contains a name."""
@@ -443,6 +455,11 @@ def _unwrap_response(message: Message) -> Message:
     if message["role"] != "tool" or not (text.startswith(begin) and text.endswith(end) and text.count(begin) == 1):
         return message
     return {**message, "content": text[len(begin) : -len(end)].strip()}
+
+
+def _with_thinking(message: Message) -> Message:
+    """Add the name that gpt-oss' template has for reasoning."""
+    return {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else message
 
 
 def _is_shown(value: str, text: str) -> bool:

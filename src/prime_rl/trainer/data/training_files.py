@@ -5,7 +5,8 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
@@ -156,6 +157,7 @@ def _csv(path: Path) -> Iterator[LocatedRow]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)  # reject unclosed quotes
         with _name_location(lambda: f"{path}:{reader.line_num + 1}", "CSV"):
+            _check_names(path, reader.fieldnames or ())
             for row in reader:
                 if None in row or None in row.values():
                     raise ConfigError(f"data.name: {path}:{reader.line_num} does not have one cell per column")
@@ -164,9 +166,15 @@ def _csv(path: Path) -> Iterator[LocatedRow]:
 
 def _parquet(path: Path) -> Iterator[LocatedRow]:
     with pyarrow.parquet.ParquetFile(path) as file:
+        _check_names(path, file.schema_arrow.names)
         rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", columns_without_none(row)
+
+
+def _check_names(path: Path, columns: Sequence[str]) -> None:
+    if twice := [name for name, count in Counter(columns).items() if count > 1]:
+        raise ConfigError(f"data.name: {path} has {twice[0]!r} as the name of several columns")
 
 
 def _parse_json(where: str, text: bytes) -> Any:
@@ -182,7 +190,7 @@ def _name_location(where: Callable[[], str], kind: str) -> AbstractContextManage
         problem = "cannot be read" if isinstance(error, OSError) else f"is not {kind}"
         return ConfigError(f"data.name: {where()} {problem}: {said}")
 
-    return translate_error((OSError, ValueError, csv.Error), make)
+    return translate_error((OSError, ValueError, csv.Error, RecursionError), make)
 
 
 def _object(where: str, row: Any) -> dict[str, Any]:

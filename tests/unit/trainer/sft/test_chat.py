@@ -280,6 +280,26 @@ def test_marker_of_next_turn_is_the_end_of_a_turn(tokenizer, said):
     assert ["learn to stop" in line for line in said()] == [True]
 
 
+def test_marker_of_next_turn_ends_a_turn_whose_reasoning_is_dropped(tokenizer, said):
+    glm = make_tokenizer()
+    thought = "{% if loop.last and m.reasoning_content %}{{ m.reasoning_content }} {% endif %}"
+    glm.chat_template = TURNS_END_WITH_NEXT_ROLE.replace("'\n' + m['c", f"'\n' }}}}{thought}{{{{ m['c")
+    turns = [{**m, "reasoning_content": "why"} if m["role"] == "assistant" else m for m in CHAT]
+    sequences = encode({"messages": turns}, glm)
+    assert [learned(one, glm) for one in sequences] == [["why hello<|im_start|>"], ["why bye <|im_start|>"]]
+    assert said() == []
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a", "completion": ""}, {"messages": [CHAT[1], message("assistant", "")]}])
+def test_empty_answer_learns_its_end_and_is_named_once(tokenizer, said, row):
+    encoder = ExampleEncoder(tokenizer, SFTDataConfig())
+    for number in (1, 2):
+        (sequence,) = encoder.encode(row, f"a.jsonl:{number}")
+        assert learned(sequence, tokenizer) == ["<|im_end|>"]
+    (line,) = said()
+    assert line.startswith("a.jsonl:1: ") and "is empty, so only its end is trained on" in line
+
+
 def sentencepiece_tokenizer(prepend, bos=False):
     """A byte-pair tokenizer that begins texts with a space, as those of Llama 2 and Mistral."""
     letters = ["<s>", "</s>", "[INST]", "[/INST]", *"▁abcdefghij", "▁ab", "cd", "bc"]
@@ -421,7 +441,7 @@ def test_last_turn_that_ends_with_another_token_keeps_it(thinking):
         "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
     )
-    more = {"thinking": thinking} if thinking else {}
+    more = {"reasoning_content": thinking} if thinking else {}
     sequences = encode({"messages": [CHAT[1], {**CHAT[2], **more}, CHAT[3], CHAT[4]]}, tokenizer)
     first = "<|to|>self because<|im_end|><|im_start|>assistant" if thinking else ""
     assert [learned(one, tokenizer) for one in sequences] == [

@@ -44,6 +44,8 @@ def test_read_rows_of_all_formats(tmp_path, encoding):
         ("x.json", "[1]", "entry 1 of .*x.json is not a JSON object"),
         ("x.csv", "prompt,completion\na,b\nc\n", r"x.csv:3 does not have one cell per column"),
         ("x.csv", 'prompt,completion\na,b\nc,"d\ne,f\n', r"x.csv:\d is not CSV: unexpected end"),
+        ("x.csv", "prompt,prompt,completion\na,b,c\n", "x.csv has 'prompt' as the name of several columns"),
+        ("x.jsonl", '{"a": ' + "[" * 9999 + "]" * 9999 + "}", "x.jsonl:1 is not JSON: maximum recursion"),
         ("x.csv", "a,b\n1,2\n", r"x.csv:2: the columns are \['a', 'b'\]"),
         ("x.parquet", "nonsense", "x.parquet is not parquet: Parquet magic bytes not found"),
         ("x.txt", "a", "x.txt has none of the suffixes .jsonl"),
