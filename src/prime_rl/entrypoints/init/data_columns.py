@@ -11,6 +11,7 @@ from typing import Any
 
 from prime_rl.core.errors import ConfigError
 from prime_rl.entrypoints.init.data_files import Row
+from prime_rl.rollouts.rendering import messages as chats
 
 Prompt = str | list[dict[str, str]]
 
@@ -38,7 +39,6 @@ _CONTEXTS = "context passage input background support premise"
 _CHOICES = "choices options choice option endings answerchoices mcchoices"
 _CHATS = "messages conversations conversation chat dialogue dialog turns"
 _PLURALS = ("answers", "text", "aliases")
-_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 _NUMBER = re.compile(r"[-+]?[$€£]?(?=\.?\d)(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?(e[-+]?\d{1,2})?%?")
 _LETTERED = re.compile(r"(?:option|choice|answer|opt|op|ans|sol|ending)?([a-e]|[0-5])")
 
@@ -197,13 +197,23 @@ def _split_chat(value: Any) -> tuple[list[dict[str, str]], str | None]:
         if isinstance(content, list):
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
         content = _utf8(content) if isinstance(content, str) else text_of(content)
-        messages.append({"role": _ROLES.get(role, role), "content": content})
+        messages.append({"role": chats.role_of(role), "content": content})
     if messages[-1]["role"] == "assistant":
         return messages[:-1], messages[-1]["content"]
     return messages, None
 
 
+def _check_text(value: Any) -> None:
+    """Raise ValueError for a conversation with images or tool calls, which would be lost."""
+    for one in value if is_chat(value) else ():
+        if isinstance(content := one.get("content"), list):
+            chats.text_of(content)
+        if one.get("tool_calls") or one.get("function_call"):
+            raise ValueError("a message calls a tool")
+
+
 def _from_chat(column: str, row: Row) -> tuple[Prompt, str]:
+    _check_text(row.get(column))
     messages, reply = _split_chat(row.get(column))
     if reply is None or not reply.strip():
         raise ValueError(f"{column!r} does not end with a reply")
@@ -220,6 +230,7 @@ def _checked(messages: list[dict[str, str]]) -> Prompt:
 
 def _from_columns(prompt: str, context: str | None, answer: str, row: Row) -> tuple[Prompt, str]:
     value = row.get(prompt)
+    _check_text(value)
     question = _checked(_split_chat(value)[0]) if is_chat(value) else text_of(value)
     if _is_empty(value) or not question:
         raise ValueError(f"no {prompt!r}")

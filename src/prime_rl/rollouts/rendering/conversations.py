@@ -217,7 +217,7 @@ def _complete(conversation: Conversation, row: TrackedRow) -> Conversation:
     messages, system = conversation.messages, _text(row, "system", "system_prompt")
     kinds = {kind for message in messages for kind in _MEDIA.findall(message["content"])}
     if shown := [name for kind in sorted(kinds) for name in (kind, f"{kind}s") if row.has_value(name)]:
-        raise RowError(f"the messages refer to the column {shown[0]!r}; only text can be trained on")
+        raise RowError(f"the messages refer to the column {shown[0]!r}; only text is supported")
     if system and messages[0]["role"] not in ("system", "developer"):
         conversation = replace(
             conversation,

@@ -226,7 +226,7 @@ def text_of(content: Any) -> str:
     parts = [{"type": "text", "text": part} if isinstance(part, str) else _dictionary(part) for part in content]
     kinds = [part.get("type", "text" if "text" in part else "unknown") for part in parts]
     if other := [kind for kind in kinds if kind not in _TEXT_PARTS]:
-        raise ValueError(f"a message has content of the type {other[0]!r}; only text can be trained on")
+        raise ValueError(f"a message has content of the type {other[0]!r}; only text is supported")
     texts = [part.get("text") or "" for part in parts]
     if other := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(f"a part of a message has a text of the type {type(other[0]).__name__!r}")
