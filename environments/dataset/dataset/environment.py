@@ -67,7 +67,12 @@ def load_environment(
         from datasets import Dataset
 
         examples = source.examples(lambda row: example_of(row, columns, info_columns, judge, system_prompt))
-        return Dataset.from_list(pick(examples, count, shuffle_seed))
+        try:
+            return Dataset.from_list(pick(examples, count, shuffle_seed))
+        except (ValueError, OverflowError) as error:  # pyarrow's
+            raise ValueError(
+                f"info_columns: a column needs values of one type that a table can have: {error}"
+            ) from None
 
     evaluation: Any = None
     if eval_data_path:
@@ -115,6 +120,8 @@ def example_of(
     answer = text_of(row, columns["answer"]) if has_answer else ""
     question = "" if isinstance(given, list) else text_of(row, columns["question"])
     if columns["choices"]:
+        if isinstance(given, list):
+            raise ValueError(f"{columns['question']!r} is a list of messages, to which no choices can be added")
         question, answer = _with_choices(question, answer, row.get(columns["choices"]), columns["choices"])
     if missing := [column for column in info_columns if column not in row]:
         raise ValueError(f"no {missing[0]!r}; it has {', '.join(map(repr, row))}")
@@ -143,6 +150,8 @@ def _messages(value: list[Any], column: str) -> list[dict[str, str]]:
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(f"{column!r} is a list, but not of messages with `role` and `content`")
+        if message.get("tool_calls"):
+            raise ValueError(f"{column!r} has a message with tool calls")
         if message["role"] not in _ROLES:
             raise ValueError(f"{column!r} has the role {message['role']!r}; the roles are {', '.join(_ROLES)}")
         try:
@@ -161,5 +170,8 @@ def _with_choices(question: str, answer: str, choices: Any, column: str) -> tupl
         if int(answer) >= len(choices):
             raise ValueError(f"the answer is choice {answer}, counted from 0, of {len(choices)}")
         answer = LETTERS[int(answer)]
-    lines = [f"{letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
+    if (letter := answer.strip("() .").upper()) in tuple(LETTERS[len(choices) :]):
+        raise ValueError(f"the answer is {letter}, but there are only {len(choices)} choices")
+    texts = [text_of({column: choice}, column) for choice in choices]
+    lines = [f"{letter}) {text}" for letter, text in zip(LETTERS, texts, strict=False)]
     return "\n".join([question, *lines]), answer

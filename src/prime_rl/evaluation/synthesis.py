@@ -48,6 +48,8 @@ class Trace:
 
     def problem(self, min_reward: float | None, keep_truncated: bool) -> str | None:
         """Return why it is no sample; None if it is one."""
+        if not all(isinstance(message.get("role"), str) for message in self.messages):
+            return "damaged line"
         if any("agent" in message or message.get("role") not in _ROLES for message in self.messages):
             return "several agents"
         if self.is_truncated and not keep_truncated:

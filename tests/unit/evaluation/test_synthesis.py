@@ -148,6 +148,7 @@ def test_from_keeps_the_best_finished_rollouts_with_exact_messages_and_tools(tmp
     write_rows(
         run / "samples", 10, says_row(0, "p", "later", 0.95), says_row(0, "p", "later", 0.95), "{damaged",
         says_row(1, "p", "later", 1.0), says_row(2, "q", "x", float("nan")), {"env": "a", "reward": "high"},
+        says_row(5, "p", "x", 1.0) | {"messages": [{"role": ["user"], "content": "a"}]},
     )  # fmt: skip
     write_rows(
         run / "samples", 9, says_row(0, "p", "good", 0.95), says_row(0, "p", "best", 1.5, is_truncated=True),
@@ -162,9 +163,9 @@ def test_from_keeps_the_best_finished_rollouts_with_exact_messages_and_tools(tmp
     assert [(sample["example"], sample["messages"][-1]["content"]) for sample in samples] == [(0, "later"), (7, "yes")]
     assert samples[1]["messages"] == turns and samples[1]["tools"] == TOOLS and "tools" not in samples[0]
     (counts,) = [line for line in said() if line.startswith("a: ")]
-    assert counts.startswith("a: 10 read, 2 kept; not kept: 2 duplicate, ")
+    assert counts.startswith("a: 11 read, 2 kept; not kept: 2 duplicate, ")
     reasons = ("truncated", "reward too low", "several agents", "calls not recorded", "not among the best")
-    assert all(f"1 {reason}" in counts for reason in reasons) and "1 damaged line" in counts
+    assert all(f"1 {reason}" in counts for reason in reasons) and "2 damaged line" in counts
     assert any("step_10.jsonl: 2 read, 0 kept; not kept: 2 damaged line" in line for line in said())
     both = selected(tmp_path, "--from", str(run), "--min-reward", "0.9", "--max-per-example", "2")
     assert [sample["messages"][-1]["content"] for sample in both if sample["example"] == 0] == ["later", "good"]

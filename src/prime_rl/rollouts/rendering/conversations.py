@@ -254,7 +254,9 @@ def _read_tools(value: Any) -> list[Any] | None:
     if not tools:
         return None
     tools = without_none([_parse(tool) for tool in (tools if isinstance(tools, list) else [tools])])
-    functions = [(_parse(tool.get("function")) or tool) if isinstance(tool, Mapping) else None for tool in tools]
+    functions: list[Any] = [
+        (_parse(tool.get("function")) or tool) if isinstance(tool, Mapping) else None for tool in tools
+    ]
     if not all(isinstance(function, Mapping) for function in functions):
         raise RowError(f"tools must be a list of definitions, or JSON text of one, but is {str(value)[:80]!r}")
     for function in functions:
