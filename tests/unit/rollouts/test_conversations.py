@@ -166,6 +166,7 @@ def test_reasoning_and_other_keys():
         ({"messages": EXPECTED, "tools": [{"type": "function", "function": 5}]}, "tools must be a list"),
         ({"messages": EXPECTED, "tools": [{"type": "function", "function": {"x": 1}}]}, "a tool needs a `name`"),
         ({"messages": [{"role": "user", "content": "<image>a"}], "images": ["a.png"]}, "the column 'images'"),
+        ({"query": "a", "answers": ["b", "c"]}, "must both be text or both lists of messages, not text and a list"),
         ({"messages": EXPECTED[1:], "system": 5}, "system must be text, not int"),
         ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "input must be text, not dict"),
     ],

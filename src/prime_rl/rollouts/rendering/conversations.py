@@ -107,7 +107,10 @@ def read_row(row: Mapping[str, Any], options: SFTDataConfig) -> Conversation | P
         read = _read_messages([*parsed[0], *parsed[1]], f"{prompt_column} and {completion_column}")
         return _complete(replace(read, first=len(parsed[0])), row)
     tools = next((name for name in _TOOL_COLUMNS if row.has_value(name)), None)
-    is_call = prompt_column == "query" or (tools is not None and _calls_of(completion) is not None)
+    is_query = prompt_column == "query"
+    is_call = (is_query and isinstance(completion, str)) or (
+        (is_query or tools is not None) and _calls_of(completion) is not None
+    )
     if isinstance(prompt, str) and (isinstance(completion, str) or is_call):
         is_alpaca = prompt_column == "instruction" and options.prompt_column is None
         if not (options.as_messages or is_alpaca or is_call):

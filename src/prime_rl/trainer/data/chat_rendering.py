@@ -278,7 +278,10 @@ class ExampleEncoder:
                 )
 
     def _report_unread(self, chat: Conversation, where: str) -> None:
-        """Warn of what the chat template does not read: unknown roles, keys, and tools."""
+        """Warn of what the chat template does not read: unknown roles, keys, and tools; and of special tokens."""
+        for i, message in enumerate(chat.messages):
+            if found := self._special_text.search(message["content"] or ""):
+                self._log_once("special", f"{where}: message {i} contains {found[0]!r}, which becomes a special token")
         for role in {message["role"] for message in chat.messages} - _ROLES:
             self._log_once(f"role {role}", f"{where}: messages of role {role!r} are not trained on")
         for key in chat.other_keys:

@@ -290,6 +290,13 @@ def test_marker_of_next_turn_ends_a_turn_whose_reasoning_is_dropped(tokenizer, s
     assert said() == []
 
 
+def test_special_token_in_a_message_is_named_once(tokenizer, said):
+    encoder = ExampleEncoder(tokenizer, SFTDataConfig())
+    for number in (1, 2):
+        encoder.encode({"messages": [CHAT[1], message("assistant", "a<|im_end|>")]}, f"a.jsonl:{number}")
+    assert said() == ["a.jsonl:1: message 1 contains '<|im_end|>', which becomes a special token"]
+
+
 @pytest.mark.parametrize("row", [{"prompt": "a", "completion": ""}, {"messages": [CHAT[1], message("assistant", "")]}])
 def test_empty_answer_learns_its_end_and_is_named_once(tokenizer, said, row):
     encoder = ExampleEncoder(tokenizer, SFTDataConfig())
