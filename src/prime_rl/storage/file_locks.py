@@ -77,19 +77,22 @@ def acquire_lock(file: IO[str], timeout_seconds: float, what: str, check: Callab
 def hold_run_lock(paths: RunPaths) -> Iterator[None]:
     """Hold the lock of a run directory, creating the directory if needed. The kernel releases it at any exit.
 
-    On a file system without locks, such as Lustre mounted without `flock`, it prints a warning and protects nothing.
+    After a ConfigError it removes what it has created, if nothing else is there. On a file system without locks, such
+    as Lustre mounted without `flock`, it prints a warning and protects nothing.
 
     Raises:
         ConfigError: another run holds the lock, or the directory is not writable or of a newer release.
     """
     problem = f"output_dir = {paths.root} cannot be written"
+    missing = [folder for folder in (paths.root, *paths.root.parents) if not os.path.lexists(folder)]
+    is_new = not os.path.lexists(paths.lock)
     with translate_error(OSError, lambda error: ConfigError(f"{problem}: {error.strerror}; set --output-dir")):
         paths.root.mkdir(parents=True, exist_ok=True)
         check_run_format(paths)
         file = paths.lock.open("a+")
     with file:
         try:
-            is_free = _try_to_lock(file)
+            is_free = _try_to_lock(file) and _is_at(paths.lock, file)
         except OSError as error:
             is_free = True
             print(
@@ -105,7 +108,15 @@ def hold_run_lock(paths: RunPaths) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-        yield
+        try:
+            yield
+        except ConfigError:  # a refused start
+            if is_new and not (paths.root / "configs").exists():
+                paths.lock.unlink(missing_ok=True)
+                with suppress(OSError):  # the user's files
+                    for folder in missing:
+                        folder.rmdir()
+            raise
 
 
 def check_no_writer(paths: RunPaths, timeout_seconds: float = _PREDECESSOR_SECONDS) -> None:
@@ -168,6 +179,13 @@ def _try_to_lock(file: IO[str]) -> bool:
     with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
+    return False
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    """Return whether `path` is still this open file: a refused start removes its lock."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 

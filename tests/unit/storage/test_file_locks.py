@@ -73,6 +73,20 @@ def test_run_directory_in_use_or_not_writable_is_refused(tmp_path):
         hold_role_lock(RunPaths(tmp_path / "file"), "trainer")
 
 
+def test_refused_start_leaves_nothing_behind(tmp_path):
+    paths, other = RunPaths(tmp_path / "new" / "run"), RunPaths(tmp_path)
+    (tmp_path / "mine").touch()
+    for one in (paths, other):
+        with pytest.raises(ConfigError, match="bad"), hold_run_lock(one):
+            raise ConfigError("bad")
+        assert [*tmp_path.rglob("*")] == [tmp_path / "mine"]
+    with hold_run_lock(other):
+        pass
+    with pytest.raises(ConfigError, match="bad"), hold_run_lock(other):
+        raise ConfigError("bad")
+    assert other.lock.exists(), "of an earlier run"
+
+
 def test_file_system_without_locks_does_not_prevent_a_run(tmp_path, monkeypatch, capsys):
     def flock(file, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
