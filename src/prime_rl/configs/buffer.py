@@ -11,7 +11,7 @@ class _Buffer(BaseConfig):
     type: str
     """Choice of examples."""
 
-    seed: int | None = None
+    seed: int | None = Field(None, ge=0)
     """Seed of the choice; None uses the orchestrator's seed."""
 
 

@@ -79,7 +79,7 @@ class TrainingConfig(RunConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto is cuda if available."""
 
-    seed: int = 42
+    seed: int = Field(42, ge=0)
     """Seed of random weights and of random batches."""
 
     wait_timeout_seconds: float = Field(1800, gt=0)
@@ -171,7 +171,7 @@ class RolloutsConfig(RootConfig):
     workers_per_env: int = Field(1, ge=1)
     """Worker processes per environment."""
 
-    seed: int = 42
+    seed: int = Field(42, ge=0)
     """Seed of the choice and order of examples."""
 
 

@@ -173,7 +173,7 @@ class InferenceConfig(RootConfig):
     max_lora_rank: int = Field(16, ge=1, le=512)
     """Maximum rank of an adapter."""
 
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Seed of the sampler for requests without a seed."""
 
     lease_seconds: float = Field(30, gt=0)

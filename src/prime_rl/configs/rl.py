@@ -62,7 +62,7 @@ class RLConfig(RunConfig):
     """Preset of orchestrator.advantage and trainer.loss (docs/algorithms.md), which can still be set separately; None
     keeps their defaults, those of aipo."""
 
-    seed: int | None = None
+    seed: int | None = Field(None, ge=0)
     """Seed of trainer and orchestrator; None uses their defaults (42)."""
 
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
@@ -215,6 +215,10 @@ class RLConfig(RunConfig):
                     f"trainer.model.seq_len = {self.trainer.model.seq_len} is shorter than "
                     f"orchestrator.seq_len = {one.seq_len}; the trainer must hold whole rows"
                 )
+        for key in ("inference_gpu_ids", "trainer_gpu_ids"):
+            ids = getattr(self, key)
+            if twice := [gpu for gpu in ids if ids.count(gpu) > 1]:
+                raise ValueError(f"{key} names GPU {twice[0]} twice; trainer_ranks sets several ranks on a CPU")
         self._check_runs()
         if self.nodes:
             self._check_nodes()

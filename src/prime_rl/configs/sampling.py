@@ -34,7 +34,7 @@ class SamplingConfig(BaseConfig):
     repetition_penalty: float = Field(1.0, gt=0)
     """Only 1 is supported: the trainer does not apply the penalty, so its log-probabilities would be wrong."""
 
-    seed: int | None = None
+    seed: int | None = Field(None, ge=0)
     """Seed from which each request derives its own; None samples without a seed."""
 
     @model_validator(mode="after")

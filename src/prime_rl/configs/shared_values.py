@@ -160,7 +160,7 @@ def take_joined_run(state: ConfigState) -> None:
     places = [*root.glob("configs/run_*.toml")] or [*root.glob("run_*/configs/orchestrator.toml")]
     if places and not any(state.is_set(f"{client}.{key}") for key in ("host", "port", "base_url")):
         newest = max(places, key=lambda file: file.stat().st_mtime)
-        for key, value in tomllib.loads(newest.read_text()).get("client", {}).items():
+        for key, value in tomllib.loads(newest.read_text(encoding="utf-8")).get("client", {}).items():
             state.fill(f"{client}.{key}", None if value == "None" else value, Origin(Rank.FILE, str(newest)))
 
 
@@ -407,6 +407,8 @@ def _ids_from_count(state: ConfigState, role: str, start: int, needed: int | Non
         if state.is_set(ids_key) or (needed is None and start <= 1):
             return
         count, origin = needed or 1, DEFAULT
+    if count < 1:
+        raise ConfigError(f"{state.describe(count_key)}: input should be greater than or equal to 1")
     if state.is_set(ids_key) and len(ids_of(state, ids_key, [])) != count:
         if origin.rank == ids_origin.rank:
             raise ConfigError(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -69,6 +70,9 @@ def run_main(main: Callable[[], None]) -> None:
     if sys.version_info < (3, 12):
         correct_wheel_tag(Path(sysconfig.get_path("platlib")))
     repair_timeouts()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a closed one is None
+            stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     try:
         _check_working_directory()
         main()

@@ -21,8 +21,11 @@ def main() -> None:
     from prime_rl.core.logs import rotating_logs, set_up_logging
     from prime_rl.monitors.bench_report import report_benchmark
     from prime_rl.orchestrator.orchestrator_setup import orchestrate
+    from prime_rl.rollouts.environment_id import check_environments
     from prime_rl.storage.file_locks import hold_role_lock
 
+    if not is_supervised():
+        check_environments(config, "")  # before it writes files
     set_up_logging(config.log.level, config.log.utc, config.run_paths.log("orchestrator") if config.log.file else None)
     hold_role_lock(config.run_paths, "orchestrator")
     rotation = nullcontext() if is_supervised() else rotating_logs(config.run_paths.logs_dir)  # of environments

@@ -145,9 +145,7 @@ def read_traces(folders: Iterable[Path]) -> Iterator[Trace | NoTrace]:
     Raises ConfigError if a folder has no rollouts.
     """
     for folder in folders:
-        if not folder.exists():
-            raise ConfigError(f"from = {folder} does not exist; name the output_dir of a run or of `eval`")
-        check_run_format(RunPaths(folder))
+        _check_source(folder)
         runs = [folder, *(run for run in sorted(folder.glob("run_*")) if RUN_FOLDER.fullmatch(run.name))]
         files = [file for run in runs for file in _steps(RunPaths(run).samples_dir)] or _steps(folder)
         if not files and not RunPaths(folder).run_toml.exists():
@@ -189,8 +187,16 @@ def _read(file: Path) -> Iterator[Trace | NoTrace]:
         yield from _of_example(env, example)
 
 
+def _check_source(folder: Path) -> None:
+    if not folder.exists():
+        raise ConfigError(f"from = {folder} does not exist; name the output_dir of a run or of `eval`")
+    check_run_format(RunPaths(folder))
+
+
 def plan(config: SynthesizeConfig) -> list[EvalTask]:
     """Return the tasks, before anything is written; raises ConfigError."""
+    for folder in config.from_runs:
+        _check_source(Path(folder))
     check_installed(config.env)
     return plan_tasks(config.env, [], config.sampling, config.num_examples, config.rollouts_per_example)
 

@@ -156,7 +156,7 @@ def test_rl_on_a_machine_that_cannot_isolate_code_names_the_fix(
     ("arguments", "part"),
     [
         (["--model.name", "configs/no/model"], "model.name"),
-        also(["--output-dir", "a_file/run"], "output_dir: a_file/run cannot be created"),
+        also(["--output-dir", "a_file/run"], "output_dir = a_file/run cannot be written"),
         also(["--output-dir", "outputs"], "of an earlier run"),
     ],
 )

@@ -1,9 +1,11 @@
 """Sources and their precedence, forms of flags, shared values of `rl`, help, and errors in one line."""
 
+import os
 import re
 import shlex
 import signal
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
@@ -262,6 +264,16 @@ def test_variables_are_below_a_resolved_file_and_unread_by_processes_of_rl(monke
     [
         (TrainerConfig, ["--optm.lr", "1"], ["--optm.lr", "did you mean --optim.lr?"]),
         (TrainerConfig, ["--no-such-thing"], ["--no-such-thing", "see `trainer --help`"]),
+        (RLConfig, ["--dry-run=true"], ["--dry-run takes no value here"]),
+        (RLConfig, ["--config", "a.yaml"], ["--config takes no value here; files are given as @ FILE.toml"]),
+        (RLConfig, ["--trainer.optim.LR", "1"], ["did you mean --trainer.optim.lr?"]),
+        (RLConfig, ["--max-steps", f"{2**63}"], ["max_steps = 9223372036854775808 (--max-steps) is too large"]),
+        (RLConfig, ["--seed", "-1"], ["seed = '-1' (--seed)", "greater than or equal to 0"]),
+        (RLConfig, ["--trainer-gpus", "0"], ["trainer_gpus = 0 (--trainer-gpus): ", "greater than or equal to 1"]),
+        (RLConfig, ["--trainer-gpu-ids", "0,0"], ["trainer_gpu_ids names GPU 0 twice"]),
+        (RLConfig, ["--orchestrator.env.name", "gsm8k"], ["name = 'gsm8k' is only a label; set env.id"]),
+        (RLConfig, ["--orchestrator.env.id", ""], ["env.0.id = ''", "at least 1 character"]),
+        (RLConfig, ["--output-dir", "~no-such-user/x"], ["output_dir = ~no-such-user/x (--output-dir)"]),
         (RLConfig, ["--ckpt-interval", "1"], ["did you mean --ckpt.interval?"]),
         (RLConfig, ["--actor.rollout.n", "8"], ["did you mean --orchestrator.rollouts-per-example?"]),
         (RLConfig, ["--orchestrator.env.args", "words=9"], ["valid dictionary; set orchestrator.env.0.args.KEY"]),
@@ -382,6 +394,7 @@ def test_hint_of_names_of_other_programs_leads_to_a_key():
     [
         ("[trainer.optim]\nlrr = 1\n", "unknown key trainer.optim.lrr (a.toml); did you mean trainer.optim.lr?"),
         ("[optim\nlr = 1\n", "a.toml is not TOML"),
+        ('"trainer.optim.lr" = 1', "unknown key trainer.optim.lr (a.toml); remove the quotes around keys with dots"),
         ('trainer.optim.lr = "fast"', "trainer.optim.lr = 'fast' (a.toml)"),
         ("trainer.optim = 3", "trainer.optim = 3 (a.toml) is a block"),
         # pydantic would convert a bool to 1 or 0
@@ -400,7 +413,35 @@ def test_bad_file_is_named(text, shown):
 def test_missing_file_suggests_the_closest_name():
     write("cpu.toml", "")
     assert message(RLConfig, "@", "cpus.toml") == "configuration file cpus.toml does not exist; did you mean cpu.toml?"
+    assert message(RLConfig, "@cpus.toml") == message(RLConfig, "@", "cpus.toml")
     assert "(looked in " in message(RLConfig, "@", "quite_different")
+    os.symlink("nowhere", "a_link.toml")
+    assert "a_link.toml?" not in message(RLConfig, "@", "a_link.toml")
+
+
+def test_actions_may_have_underscores(capsys):
+    assert help_text(RLConfig, "--help_all", capsys) == help_text(RLConfig, "--help-all", capsys)
+
+
+def test_output_dir_below_a_file_is_refused_before_anything_is_written():
+    write("file", "")
+    os.symlink("nowhere", "link")
+    assert "file/run cannot be written: file is a file; set" in message(RLConfig, "--output-dir", "file/run")
+    assert "link is a symbolic link to nothing" in message(SFTConfig, "--output-dir", "link")
+
+
+def test_file_with_a_byte_order_mark_and_a_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/user")
+    write("a.toml", '\ufeffoutput_dir = "~/runs"\n')
+    assert RLConfig.load(["@", "a.toml"]).trainer.output_dir == Path("/home/user/runs")
+
+
+@pytest.mark.parametrize("name", ["PRIME_TRAINER_OPTIM_LR", "PRIME_TRAINERS__OPTIM__LR", "PRIME_TEAM_ID"])
+def test_variable_that_is_almost_a_key_logs_a_warning(monkeypatch, capsys, name):
+    monkeypatch.setenv(name, "1")
+    RLConfig.load([])
+    warning = f"warning: {name} is no key and is ignored; did you mean PRIME_TRAINER__OPTIM__LR?\n"
+    assert capsys.readouterr().err == ("" if name == "PRIME_TEAM_ID" else warning)
 
 
 def test_bad_variable_is_named(monkeypatch):

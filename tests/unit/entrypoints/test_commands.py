@@ -1,5 +1,6 @@
 """Every command can be started as a module, and its help can be piped to `head`."""
 
+import os
 import re
 import subprocess
 import sys
@@ -27,10 +28,25 @@ def test_command_help_with_a_reader_that_exits_is_silent(module, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("command", ["eval", "synthesize"])
-def test_command_with_an_unknown_environment_writes_nothing(command, tmp_path):
-    arguments = ["--env.id", "nosuch", "--output-dir", str(tmp_path / "outputs")]
+def test_command_on_a_terminal_without_unicode_escapes_its_output(tmp_path):
+    program = [sys.executable, "-m", "prime_rl.entrypoints.sft", "--output-dir", "\u00e4", "--dry-run"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "") and r'output_dir = "\xe4"' in done.stdout
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("command", "arguments", "error"),
+    [
+        *((each, "--env.id nosuch", "env.0.id = nosuch is not installed") for each in ("eval", "synthesize")),
+        ("orchestrator", "--env.id nosuch", "env.0.id = nosuch is not installed"),
+        ("synthesize", "--from nosuch", "from = nosuch does not exist"),
+    ],
+)
+def test_command_with_an_unknown_source_writes_nothing(command, arguments, error, tmp_path):
+    arguments = [*arguments.split(), "--output-dir", str(tmp_path / "outputs")]
     program = [sys.executable, "-m", f"prime_rl.entrypoints.{command}", *arguments]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith("error: env.0.id = nosuch is not installed; ")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {error}; ")
     assert list(tmp_path.iterdir()) == []

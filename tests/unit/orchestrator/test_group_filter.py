@@ -227,7 +227,7 @@ def test_environment_health_simultaneous_errors_pause_once_and_one_success_reset
 
 
 def limits(*environments):
-    env = [EnvConfig(name=f"e{i}", **keys) for i, keys in enumerate(environments)]
+    env = [EnvConfig(id="reverse_text", name=f"e{i}", **keys) for i, keys in enumerate(environments)]
     return StartLimits(OrchestratorConfig(env=env, batch_size=8, rollouts_per_example=4))
 
 

@@ -96,7 +96,7 @@ RATES = st.sampled_from([None, 37.0, 600.0, 12_000.0])
 def test_every_group_that_may_start_does(seed, limits):
     rng = random.Random(seed)
     env = [
-        EnvConfig(name=f"e{i}", max_rollouts_per_minute=rate, max_concurrent=concurrent)
+        EnvConfig(id="reverse_text", name=f"e{i}", max_rollouts_per_minute=rate, max_concurrent=concurrent)
         for i, (rate, concurrent) in enumerate(limits)
     ]
     config = OrchestratorConfig(env=env, batch_size=4, rollouts_per_example=2)
@@ -105,7 +105,7 @@ def test_every_group_that_may_start_does(seed, limits):
 
 
 def test_rate_limit_spaces_starts_and_wastes_no_time():
-    env = [EnvConfig(name="limited", max_rollouts_per_minute=600.0)]
+    env = [EnvConfig(id="reverse_text", name="limited", max_rollouts_per_minute=600.0)]
     config, rng = OrchestratorConfig(env=env, batch_size=4, rollouts_per_example=2), random.Random(1)
     rng.random = lambda: 1.0  # nothing fails
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

@@ -93,7 +93,7 @@ async def test_stopped_fork_server_raises_at_the_timeout(monkeypatch):
         (["--client.api-key-var", "OUR_KEY"], {"INFERENCE_SERVER_API_KEY", "OUR_KEY"}),
         (["--client.api-key-var", "OUR_KEY", "--env.args.judge_key_var", "OUR_KEY"], {"INFERENCE_SERVER_API_KEY"}),
         (["--env.args.judge", "{'var': ['INFERENCE_SERVER_API_KEY']}"], set()),
-        (["--env.name", "INFERENCE_SERVER_API_KEY"], {"INFERENCE_SERVER_API_KEY"}),
+        (["--env.id", "x", "--env.name", "INFERENCE_SERVER_API_KEY"], {"INFERENCE_SERVER_API_KEY"}),
         (["--eval.env.0.id", "x", "--eval.env.0.args.key", "INFERENCE_SERVER_API_KEY"], set()),
     ],
 )

@@ -110,7 +110,7 @@ def write_config(config: BaseConfig, path: Path) -> None:
     with translate_error(OSError, unwritable(f"cannot write {path}")):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-        temporary.write_text(to_toml(config))
+        temporary.write_text(to_toml(config), encoding="utf-8")
         temporary.replace(path)
 
 

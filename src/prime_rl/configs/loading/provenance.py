@@ -300,6 +300,14 @@ def refuse_bools_as_numbers(state: ConfigState) -> None:
                 raise ConfigError(f"{shown}: input should be a number{_meaning(key, state)}")
 
 
+def refuse_huge_numbers(config: BaseConfig, state: ConfigState) -> None:
+    """Raise ConfigError for a whole number of more than 64 bits, which files and random generators cannot hold."""
+    for path, block in _blocks(config, ()):
+        for key, value in block:
+            if isinstance(value, int) and abs(value) >= 2**63:
+                raise ConfigError(f"{dotted((*path, key))} = {value} ({state.origin((*path, key)).label}) is too large")
+
+
 def _is_number(key: Path, state: ConfigState) -> bool:
     """Return whether a key is a number or a list of numbers."""
     found = find(state.root, key)

@@ -24,10 +24,11 @@ from prime_rl.configs.loading.provenance import (
     explain,
     keys_without_effect,
     refuse_bools_as_numbers,
+    refuse_huge_numbers,
     refuse_secrets,
 )
 from prime_rl.configs.loading.schema import Kind, Node, add_descriptions, default_of, flag, nodes_of, tag_of
-from prime_rl.configs.loading.sources import CommandLine, read_environment, read_values, take_wandb_variables
+from prime_rl.configs.loading.sources import CommandLine, read_environment, read_values, take_wandb_variables, warn
 from prime_rl.core.entry_point import exit_with_reader
 from prime_rl.core.errors import ConfigError
 from prime_rl.liveness.parent_process import SUPERVISED
@@ -205,12 +206,12 @@ class RootConfig(BaseConfig):
         state.apply(given)
         for source in (*sources, line.flags, given):
             for warning in (assignment.warning for assignment in source if assignment.warning):
-                _warn(warning)
+                warn(warning)
         config = cls.build(state, negations)
         for key, reason in keys_without_effect(config):
-            _warn(f"{key} {reason}")
+            warn(f"{key} {reason}")
         for warning in config.doubtful():
-            _warn(warning)
+            warn(warning)
         if "--dry-run" in line.actions:
             if check is not None:
                 check(config)
@@ -223,7 +224,7 @@ class RootConfig(BaseConfig):
     def read(cls, file: Path) -> Self:
         """Read a configuration that `record` wrote, of another process. Raises ConfigError in one line."""
         try:
-            return cls.model_validate(substitute(tomllib.loads(file.read_text()), "None", None))
+            return cls.model_validate(substitute(tomllib.loads(file.read_text(encoding="utf-8")), "None", None))
         except ValidationError as error:
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
@@ -276,14 +277,15 @@ class RootConfig(BaseConfig):
             if state.reaches(negation.path):
                 state.apply([negation])
             else:
-                _warn(f"{negation.origin.label} has no effect: its block is off")
+                warn(f"{negation.origin.label} has no effect: its block is off")
         try:
-            return cls.model_validate(complete(cls, state.values))
+            config = cls.model_validate(complete(cls, state.values))
         except ValidationError as error:
             raise ConfigError(explain(error, state)) from None
-
-
-def _warn(text: str) -> None:
-    """Print a warning once per run: only `rl` and rank 0 print."""
-    if os.environ.get(SUPERVISED) != "1" and os.environ.get("RANK", "0") == "0":
-        print(f"warning: {text}", file=sys.stderr)
+        refuse_huge_numbers(config, state)
+        folder = config.output_dir
+        there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+        if not there.is_dir():
+            kind = "a symbolic link to nothing" if there.is_symlink() else "a file"
+            raise ConfigError(f"output_dir = {folder} cannot be written: {there} is {kind}; set --output-dir")
+        return config

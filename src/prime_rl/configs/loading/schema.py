@@ -195,7 +195,9 @@ def resolve(root: type[BaseConfig], parts: Sequence[str | int], source: str = ""
     """Return `find`'s result. Raises ConfigError, which names the source, if there is no such key."""
     found = find(root, parts)
     if found is None:
-        raise ConfigError(f"unknown key {dotted(parts)} ({source}){hint(root, parts)}")
+        is_quoted = any("." in str(part) for part in parts)
+        advice = "; remove the quotes around keys with dots" if is_quoted else hint(root, parts)
+        raise ConfigError(f"unknown key {dotted(parts)} ({source}){advice}")
     return found
 
 
@@ -268,7 +270,7 @@ def hint(root: type[BaseConfig], parts: Sequence[str | int]) -> str:
     part, with the same words (`ckpt_interval`), and with a similar last part. Whole paths only choose among these,
     because two keys of one block have similar paths.
     """
-    names = [normalise(str(part)) for part in parts]
+    names = [normalise(str(part)).lower() for part in parts]
     other = _OUR_NAMES.get(dotted(names[-2:]), _OUR_NAMES.get(names[-1], ""))
     wanted = dotted((*names[:-1], other.rpartition(".")[2] or names[-1]))
     known = list(walk((root,)))

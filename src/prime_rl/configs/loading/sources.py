@@ -8,6 +8,7 @@ import ast
 import difflib
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,8 +30,9 @@ from prime_rl.configs.loading.schema import (
     is_alias_prefix,
     replace_deprecated,
     resolve,
+    walk,
 )
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.liveness.parent_process import SUPERVISED
 
 ENV_PREFIX = "PRIME_"
@@ -60,8 +62,8 @@ class CommandLine:
                 self._read_files(())
                 continue
             token = self._rest.pop(0)
-            if token in ("--help", "-h", "--help-all", "--dry-run"):
-                self.actions.add("--help" if token == "-h" else token)
+            if (action := token.replace("_", "-")) in ("--help", "-h", "--help-all", "--dry-run"):
+                self.actions.add("--help" if action == "-h" else action)
             elif token.startswith("--") and len(token) > 2:
                 self._read_flag(token)
             else:
@@ -76,8 +78,6 @@ class CommandLine:
                 if not self._rest or self._rest[0].startswith("--"):
                     raise ConfigError("@ is not followed by a configuration file")
                 file = self._rest.pop(0)
-            elif not Path(file).is_file():
-                raise ConfigError(f"{token}: there is no file {file}; configuration files are given as @ file.toml")
             self.files.append(read_file(self._root, file, section))
 
     def _read_flag(self, token: str) -> None:
@@ -110,6 +110,8 @@ class CommandLine:
             if (found[1].kind is not Kind.FLAG and not found[1].optional) or found[1] is FREE:
                 raise ConfigError(f"{name}: {flag(bare)} is neither a switch nor optional; set a value instead")
             return bare, found[1], True
+        if name in ("--config", "--config-file", "--help", "--help-all", "--dry-run"):
+            raise ConfigError(f"{name} takes no value here; files are given as @ FILE.toml")
         advice = hint(self._root, parts).replace("did you mean ", "did you mean --").replace("_", "-")
         raise ConfigError(f"unknown key {name}{advice or f'; see `{self._root.command_name} --help`'}")
 
@@ -142,12 +144,12 @@ def read_file(root: type[BaseConfig], file: str, section: Sequence[str] = ()) ->
     """Read a TOML file, as the whole configuration or as the block `section`. Raises ConfigError if it is not valid."""
     if not Path(file).exists():
         folder = Path(file).parent
-        names = [path.name for path in folder.glob("*.toml")] if folder.is_dir() else []
+        names = [path.name for path in folder.glob("*.toml") if path.exists()] if folder.is_dir() else []
         similar = difflib.get_close_matches(Path(file).name, names, n=1)
         advice = f"; did you mean {folder / similar[0]}?" if similar else f" (looked in {Path.cwd()})"
         raise ConfigError(f"configuration file {file} does not exist{advice}")
     try:
-        data = tomllib.loads(Path(file).read_text())
+        data = tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))  # editors may write a byte order mark
     except (OSError, ValueError) as error:
         reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is not TOML: {error}"
         raise ConfigError(f"configuration file {file} {' '.join(reason.split())}") from None
@@ -182,7 +184,21 @@ def read_environment(root: type[BaseConfig]) -> list[Assignment]:
             if _is_configuration(name) and path[0] in {*root.model_fields, *root.deprecated}:
                 label = ENV_PREFIX + "__".join(path).upper() + (" in .env" if rank is Rank.DOTENV else "")
                 found += _from_variable(root, path, value, Origin(rank, label))
+            elif _is_configuration(name) and (meant := _misspelt(root, path)):
+                warn(f"{name} is no key and is ignored; did you mean {ENV_PREFIX}{meant}?")
     return found
+
+
+def _misspelt(root: type[BaseConfig], path: Sequence[str]) -> str | None:
+    """Return the variable, without its prefix, of a key whose name is almost this one, or has single underscores."""
+    keys = {dotted(key).replace(".", "_"): "__".join(map(str, key)).upper() for key, _ in walk((root,))}
+    return next((keys[name] for name in difflib.get_close_matches("_".join(path), keys, 1, cutoff=0.9)), None)
+
+
+def warn(text: str) -> None:
+    """Print a warning once per run: only `rl` and rank 0 print."""
+    if os.environ.get(SUPERVISED) != "1" and os.environ.get("RANK", "0") == "0":
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def _from_variable(root: type[BaseConfig], path: Sequence[str], text: str, origin: Origin) -> Iterator[Assignment]:
@@ -266,6 +282,10 @@ def flatten(root: type[BaseConfig], path: Sequence[str | int], value: Any, origi
             yield Assignment((*known, key), substitute(inner, "None", None), origin)
     else:
         current, advice = replace_deprecated(root, path, value)
+        if node.metavar == "path" and isinstance(current, str) and current.startswith("~"):
+            problem = f"{dotted(known)} = {current} ({origin.label})"
+            with translate_error(RuntimeError, lambda error: ConfigError(f"{problem}: {error}; write the whole path")):
+                current = str(Path(current).expanduser())
         warning = f"{dotted(path)} ({origin.label}) is deprecated; {advice}" if advice else ""
         yield Assignment(known, current, origin, warning=warning)
 

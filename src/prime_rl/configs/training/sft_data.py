@@ -46,7 +46,7 @@ class _Data(BaseConfig):
     micro_batch_size: int = Field(1, ge=1, json_schema_extra=common("Data"))
     """Maximum rows of one forward pass."""
 
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Seed of shuffling, of the validation split, and of random tokens."""
 
 
