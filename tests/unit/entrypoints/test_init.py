@@ -182,13 +182,26 @@ def test_bad_input_is_one_line_and_writes_nothing(init, arguments, message, caps
     assert {*os.listdir()} == {*files}
 
 
-@pytest.mark.parametrize("file", ["demo.toml", "demo_rows.jsonl", "my_reward.py", "byte_model"])
+@pytest.mark.parametrize("file", ["demo.toml", "demo_rows.jsonl", "byte_model"])
 def test_existing_files_stay_as_they_are(init, file, capsys):
     Path(file).write_text("mine")
     with pytest.raises(SystemExit, match="2"):
         init("demo")
     assert f"error: {file} exists already" in capsys.readouterr().err
     assert os.listdir() == [file] and Path(file).read_text() == "mine"
+
+
+@pytest.mark.parametrize("template", ["dataset", "agent"])
+def test_second_project_in_a_directory_has_its_own_files(init, template, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    init("first", "--template", template)
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    assert "second_reward.py for" in init("second", "--template", template), "the model of the first is used"
+    assert {path: path.read_bytes() for path in before} == before
+    env = RLConfig.load(["@", "second.toml"]).orchestrator.env[0]
+    assert env.rewards[0].import_path == "second_reward:my_reward"
+    assert env.id == ("dataset" if template == "dataset" else "./second_agent.py")
+    assert load_input(RLConfig.load(["@", "second.toml"]).orchestrator) == 10
 
 
 def test_large_file_is_not_read_whole(init):

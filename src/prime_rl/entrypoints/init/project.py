@@ -61,31 +61,36 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"NAME {name!r}: use a letter, then letters, digits and _, such as my_task")
     hardware = _find_hardware()
     is_cpu, template = hardware.preset == "cpu", options.template
-    code = {"dataset": [], "environment": ["my_environment.py"], "agent": ["my_agent.py"], "sft": []}[template]
-    code += [] if template == "sft" else ["my_reward.py"]
-    names = [f"{name}.toml", f"{name}_rows.jsonl", *code, *([_MODEL] if is_cpu else [])]
+    sources = {"dataset": [], "environment": ["my_environment.py"], "agent": ["my_agent.py"], "sft": []}[template]
+    sources += [] if template == "sft" else ["my_reward.py"]
+    # A second project in a directory has its own files, and the model of the first.
+    code = {file: file.replace("my_", f"{name}_") if os.path.lexists(file) else file for file in sources}
+    has_model = all(Path(_MODEL, file).is_file() for file in ("config.json", "model.safetensors"))
+    model = [_MODEL] if is_cpu and not has_model else []
+    names = [f"{name}.toml", f"{name}_rows.jsonl", *code.values(), *model]
     if existing := [each for each in names if os.path.lexists(each)]:
         raise ConfigError(f"{existing[0]} exists already, and nothing was written; change to another directory")
     examples = _read(options, is_cpu)
-    toml = _sft_toml(name, examples, hardware) if template == "sft" else _rl_toml(name, template, examples, hardware)
+    is_sft = template == "sft"
+    toml = _sft_toml(name, examples, hardware) if is_sft else _rl_toml(name, code, template, examples, hardware)
     pairs = examples.pairs
     if template in ("environment", "agent") and examples.grader == "number":  # these compare texts
         pairs = [(prompt, re.sub(r"[,$€£%]", "", answer.rpartition("####")[2]).strip()) for prompt, answer in pairs]
-    rows = [_row(prompt, answer, is_chat=template == "sft") for prompt, answer in pairs]
+    rows = [_row(prompt, answer, is_chat=is_sft) for prompt, answer in pairs]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     files = {f"{name}.toml": toml, f"{name}_rows.jsonl": "".join(lines)}
     whole = "correct_answer" if template == "dataset" else "correct"
-    for file in code:
-        files[file] = _template(file).replace("NAME", name).replace("WHOLE", f"`{whole}`")
+    for file, own in code.items():
+        files[own] = _template(file).replace("NAME", name).replace("WHOLE", f"`{whole}`")
     with translate_error(OSError, unwritable(f"{Path.cwd()} cannot be written", "change to a writable directory")):
         for file, text in files.items():
             with Path(file).open("x", encoding="utf-8") as opened:
                 opened.write(text)
-        if is_cpu:
+        if model:
             Path(_MODEL).mkdir()
             write_byte_model(Path(_MODEL), _template("tools.jinja"))
     print("\n".join(examples.story))
-    print(f"wrote {', '.join([*files, *([_MODEL + '/'] if is_cpu else [])])} for {hardware.description}")
+    print(f"wrote {', '.join([*files, *(f'{folder}/' for folder in model)])} for {hardware.description}")
     print("next:")
     print(f"  {uv_run('--extra', 'cpu' if is_cpu else 'gpu')}{_command(template, hardware)} @ {name}.toml")
     print(f"  {uv_run()}page outputs")
@@ -231,17 +236,18 @@ def _find_hardware() -> _Hardware:
     return _Hardware(preset, f"{count} GPU(s) of {size} GB (configs/presets/{preset}.toml)", count)
 
 
-def _rl_toml(name: str, template: str, examples: _Examples, hardware: _Hardware) -> str:
+def _rl_toml(name: str, code: dict[str, str], template: str, examples: _Examples, hardware: _Hardware) -> str:
     is_cpu = hardware.preset == "cpu"
     weight = 1.0 if is_cpu else 0.0
-    env_id = {"dataset": "dataset", "environment": "./my_environment.py", "agent": "./my_agent.py"}[template]
+    env_id = "dataset" if template == "dataset" else f"./{code[f'my_{template}.py']}"
+    reward = code["my_reward.py"].removesuffix(".py")
     args = {"data_path": f"{name}_rows.jsonl"}
     if template == "dataset":
         args |= {"grader": examples.grader}
         args |= {"system_prompt": examples.system_message} if examples.system_message else {}
     shown = ", ".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in args.items())
     env = f'id = "{env_id}"\nargs = {{ {shown} }}'
-    env += f'\nrewards = [{{ import_path = "my_reward:my_reward", weight = {weight} }}]  # weight 0: only a metric'
+    env += f'\nrewards = [{{ import_path = "{reward}:my_reward", weight = {weight} }}]  # weight 0: only a metric'
     values = {}
     if is_cpu:
         replies = sorted(len(answer.encode()) for _, answer in examples.pairs)
