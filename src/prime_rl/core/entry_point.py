@@ -70,8 +70,9 @@ def run_main(main: Callable[[], None]) -> None:
     if sys.version_info < (3, 12):
         correct_wheel_tag(Path(sysconfig.get_path("platlib")))
     repair_timeouts()
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - None if closed (`>&-`)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a closed one is None
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     try:
         _check_working_directory()

@@ -77,8 +77,8 @@ def acquire_lock(file: IO[str], timeout_seconds: float, what: str, check: Callab
 def hold_run_lock(paths: RunPaths) -> Iterator[None]:
     """Hold the lock of a run directory, creating the directory if needed. The kernel releases it at any exit.
 
-    After a ConfigError it removes what it has created, if nothing else is there. On a file system without locks, such
-    as Lustre mounted without `flock`, it prints a warning and protects nothing.
+    After a ConfigError or Ctrl-C it removes what it has created, if nothing else is there. On a file system without
+    locks, such as Lustre mounted without `flock`, it prints a warning and protects nothing.
 
     Raises:
         ConfigError: another run holds the lock, or the directory is not writable or of a newer release.
@@ -110,7 +110,7 @@ def hold_run_lock(paths: RunPaths) -> Iterator[None]:
         file.flush()
         try:
             yield
-        except ConfigError:  # a refused start
+        except (ConfigError, KeyboardInterrupt):  # a refused start
             if is_new and not (paths.root / "configs").exists():
                 paths.lock.unlink(missing_ok=True)
                 with suppress(OSError):  # the user's files

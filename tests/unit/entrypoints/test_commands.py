@@ -28,6 +28,13 @@ def test_command_help_with_a_reader_that_exits_is_silent(module, tmp_path):
 
 
 @pytest.mark.extended
+def test_command_help_with_a_closed_stdout_is_silent(tmp_path):
+    line = f"{sys.executable} -m prime_rl.entrypoints.sft --help >&-"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.extended
 def test_command_on_a_terminal_without_unicode_escapes_its_output(tmp_path):
     program = [sys.executable, "-m", "prime_rl.entrypoints.sft", "--output-dir", "\u00e4", "--dry-run"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

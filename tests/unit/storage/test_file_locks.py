@@ -76,9 +76,9 @@ def test_run_directory_in_use_or_not_writable_is_refused(tmp_path):
 def test_refused_start_leaves_nothing_behind(tmp_path):
     paths, other = RunPaths(tmp_path / "new" / "run"), RunPaths(tmp_path)
     (tmp_path / "mine").touch()
-    for one in (paths, other):
-        with pytest.raises(ConfigError, match="bad"), hold_run_lock(one):
-            raise ConfigError("bad")
+    for one, error in ((paths, ConfigError), (other, ConfigError), (paths, KeyboardInterrupt)):
+        with pytest.raises(error, match="bad"), hold_run_lock(one):
+            raise error("bad")
         assert [*tmp_path.rglob("*")] == [tmp_path / "mine"]
     with hold_run_lock(other):
         pass
