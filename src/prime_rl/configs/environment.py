@@ -59,7 +59,7 @@ class EnvConfig(BaseConfig):
         "silence_timeout": "silence_timeout_seconds",
     }
 
-    id: str = Field("reverse_text", min_length=1, json_schema_extra=common("Rollouts"))
+    id: str = Field("reverse_text", json_schema_extra=common("Rollouts"))
     """Name of the installed environment package (`-` and `_` are equivalent), or of a file: `my_env` finds my_env.py in
     the working directory, `path/my_env.py` any file."""
 
@@ -199,6 +199,8 @@ class EnvConfig(BaseConfig):
     def _has_id(self) -> Self:
         if self.name is not None and "id" not in self.model_fields_set:
             raise ValueError(f"name = {self.name!r} is only a label; set env.id to the environment")
+        if not self.id and self.package is None:  # `environments add` does not know it yet
+            raise ValueError("id is empty; name an environment")
         return self
 
     @model_validator(mode="after")

@@ -272,7 +272,7 @@ def test_variables_are_below_a_resolved_file_and_unread_by_processes_of_rl(monke
         (RLConfig, ["--trainer-gpus", "0"], ["trainer_gpus = 0 (--trainer-gpus): ", "greater than or equal to 1"]),
         (RLConfig, ["--trainer-gpu-ids", "0,0"], ["trainer_gpu_ids names GPU 0 twice"]),
         (RLConfig, ["--orchestrator.env.name", "gsm8k"], ["name = 'gsm8k' is only a label; set env.id"]),
-        (RLConfig, ["--orchestrator.env.id", ""], ["env.0.id = ''", "at least 1 character"]),
+        (RLConfig, ["--orchestrator.env.id", ""], ["env.0", "id is empty; name an environment"]),
         (RLConfig, ["--output-dir", "~no-such-user/x"], ["output_dir = ~no-such-user/x (--output-dir)"]),
         (RLConfig, ["--ckpt-interval", "1"], ["did you mean --ckpt.interval?"]),
         (RLConfig, ["--actor.rollout.n", "8"], ["did you mean --orchestrator.rollouts-per-example?"]),
