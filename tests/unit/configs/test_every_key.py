@@ -53,6 +53,7 @@ BESIDE = {
     r"--oversampling": "--@max-off-policy-steps 4",
     r"--bench-steps": "--bench",
     r"--max-concurrent-runs": "--@model.lora.rank 8 --@model.lora.publish adapter",
+    r"--env\.name": "--@env.id a",
     r"--join": "--exp-id a",
     r"--relay\.(api-key-var|timeout-seconds)": "--@relay.urls http://a:1",
     r"--env\.rewards\.(weight|name|kwargs)": "--@env.rewards.import-path a:b",
