@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.storage.file_locks import acquire_lock
 from prime_rl.storage.wait_for import DeadlineError
+
+if TYPE_CHECKING:
+    import httpx
 
 _DESCRIPTION = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"]
 """Files of configuration and tokenizer."""
@@ -29,6 +32,12 @@ _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
 """Copies of the weights in other formats, which some repositories contain."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of experts in a config.json."""
+READABLE_QUANTIZATION = ("fp8", "mxfp4", "compressed-tensors")
+"""Formats that scripts/dequantize.py reads, as `quant_method` in a config.json."""
+_QUANTIZED_NAME = re.compile(
+    r"[-_.](fp8|mxfp4|nvfp4|int[48]|w\d+a\d+|awq|gptq|bnb|[48]-?bit|quantized)\b.*", re.IGNORECASE
+)
+"""What names of quantized checkpoints add to those of the originals."""
 _TIMEOUT_KEY = "model.download_timeout_seconds"
 _HUB_TIMEOUT_SECONDS = 10.0
 
@@ -76,6 +85,20 @@ def check_model(name: str, with_weights: bool = True) -> None:
             f"model.name = {name} is a model without weights: the directory has no *.safetensors; save it with "
             "save_pretrained() of transformers"
         )
+    else:
+        refuse_quantized(name, _as_config((path / "config.json").read_text(errors="replace")))
+
+
+def refuse_quantized(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a config.json describes quantized weights, which are neither trained nor published."""
+    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not quantization:
+        return
+    method, original = quantization.get("quant_method", "unknown"), _QUANTIZED_NAME.sub("", Path(name).name)
+    advice = "use the original checkpoint" + (f", {original}" if original != Path(name).name else "")
+    if method in READABLE_QUANTIZATION:
+        advice += f", or write one in bfloat16: uv run python scripts/dequantize.py {name} DIR"
+    raise ConfigError(f"model.name: {name} is quantized ({method}), and published versions are not; {advice}")
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
@@ -91,13 +114,15 @@ def check_on_hub(name: str, revision: str | None) -> None:
     from huggingface_hub import constants, try_to_load_from_cache  # rarely needed, and slow to import
 
     _check_hub_name(name, "model.name")
-    if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+    if isinstance(cached := try_to_load_from_cache(name, "config.json", revision=revision), str):
+        refuse_quantized(name, _as_config(Path(cached).read_text(errors="replace")))
         return
     advice = "set a local directory with config.json, weights and tokenizer"
     what = f"model.name = {name}{_at(revision)}"
-    place = f"/revision/{quote(revision, safe='')}" if revision is not None else ""
+    branch = quote(revision, safe="") if revision is not None else "main"
     try:
-        status = ask_hub(f"models/{name}{place}")
+        status = ask_hub(f"api/models/{name}{f'/revision/{branch}' if revision is not None else ''}").status_code
+        config = ask_hub(f"{name}/resolve/{branch}/config.json") if status == 200 else None
     except ConnectionError as error:
         raise ConfigError(
             f"{what} is not in the cache, and {constants.ENDPOINT} cannot be reached: {error}; {advice}"
@@ -107,10 +132,12 @@ def check_on_hub(name: str, revision: str | None) -> None:
             f"{what} is no model of the hub that you can read (HTTP {status}); check the name, "
             f"set HF_TOKEN, or {advice}"
         )
+    if config is not None and config.status_code == 200:
+        refuse_quantized(name, _as_config(config.text))
 
 
-def ask_hub(path: str) -> int:
-    """Return the HTTP status of `/api/<path>` of the hub, with the user's token. Raises ConnectionError."""
+def ask_hub(path: str) -> "httpx.Response":
+    """Return what the hub answers to a request for a path, with the user's token. Raises ConnectionError."""
     from huggingface_hub import constants, get_token
 
     from prime_rl.core.http_requests import send_request
@@ -118,7 +145,15 @@ def ask_hub(path: str) -> int:
     if constants.HF_HUB_OFFLINE:
         raise ConnectionError("HF_HUB_OFFLINE is set")
     headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
-    return send_request("GET", f"{constants.ENDPOINT}/api/{path}", _HUB_TIMEOUT_SECONDS, headers=headers).status_code
+    return send_request("GET", f"{constants.ENDPOINT}/{path}", _HUB_TIMEOUT_SECONDS, headers=headers)
+
+
+def _as_config(text: str) -> Mapping[str, Any]:
+    """Return a config.json; empty if it is invalid, which the process that loads the model explains."""
+    with suppress(ValueError):
+        if isinstance(config := json.loads(text), dict):
+            return config
+    return {}
 
 
 def _find(name: str, revision: str | None, timeout_seconds: float, with_weights: bool, key: str) -> Path:

@@ -125,7 +125,7 @@ TWO_COPIES = {"parallel": {"dp": 2}}
         ({"model_type": "lfm2", "conv_dim": 8, "hidden_size": 8}, {}, "lacks block_dim, .* add block_dim = 8"),
         ({"linear_num_value_heads": 4}, {"enable_lora": True}, "^enable_lora = true: .* gated delta layers"),
         # Published versions have no scales.
-        ({"quantization_config": {"quant_method": "fp8"}}, {}, r"is quantized \(fp8\) and published versions"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, r"is quantized \(fp8\), and published versions"),
         (
             {"num_attention_heads": 4, "num_key_value_heads": 2}, {"parallel": {"tp": 3}},
             r"parallel\.tp = 3: .*4 attention heads and 2 of keys .*; use 1, 2, 4$",

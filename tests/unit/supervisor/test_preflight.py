@@ -202,21 +202,56 @@ def test_check_on_hub_names_the_reason(monkeypatch, tmp_path):
     check_on_hub(str(tmp_path), None)
     assert "neither a directory nor a name" in refused(check_on_hub, "no such:model", None)
 
+    quantized, original = "Qwen3-8B-FP8", "use the original checkpoint, Qwen3-8B"
+    config = json.dumps({"quantization_config": {"quant_method": "fp8"}})
+
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_error({"/api/models/me/model": 200, "/api/models/me/busy": 503}.get(self.path, 404))
+            found = {"/api/models/me/model": 200, f"/api/models/me/{quantized}": 200, "/api/models/me/busy": 503}
+            if self.path == f"/me/{quantized}/resolve/main/config.json":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(config.encode())
+            else:
+                self.send_error(found.get(self.path, 404))
 
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(3)])
+        thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(6)])
         thread.start()
         check_on_hub("me/model", None)
+        said = refused(check_on_hub, f"me/{quantized}", None)
+        assert (
+            f"is quantized (fp8), and published versions are not; {original}, or write one in bfloat16: uv run" in said
+        )
         check_on_hub("me/busy", None)  # a later attempt may succeed
         assert "no model of the hub that you can read (HTTP 404)" in refused(check_on_hub, "me/modle", None)
         thread.join()
     assert "cannot be reached: [Errno 111]" in refused(check_on_hub, "me/model", None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refused(check_on_hub, "me/model", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "advice"),
+    [
+        ("Qwen3-8B_GPTQ-Int4", "gptq", "original checkpoint, Qwen3-8B"),
+        (
+            "Kimi-K2",
+            "compressed-tensors",
+            "original checkpoint, or write one in bfloat16: uv run python scripts/dequant",
+        ),
+        ("Qwen3-8B", "bitsandbytes", "original checkpoint"),
+    ],
+)
+def test_quantized_directory_is_refused_with_what_to_use(name, method, advice, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(
+        json.dumps({"text_config": {"quantization_config": {"quant_method": method}}})
+    )
+    said = refused(check_model, str(tmp_path / name), False)
+    assert f"{name} is quantized ({method}), " in said and f"; use the {advice}" in said
+    assert ("dequantize" in said) == (method == "compressed-tensors")
 
 
 def test_make_process_specs_sets_configuration_gpus_and_files(tmp_path, monkeypatch):

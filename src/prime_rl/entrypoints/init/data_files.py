@@ -138,7 +138,7 @@ def _check_on_hub(name: str) -> None:
 
     advice = "download it on another machine and pass its file, as --data train.parquet, or set HF_ENDPOINT to a mirror"
     try:
-        status = ask_hub(f"datasets/{name}")
+        status = ask_hub(f"api/datasets/{name}").status_code
     except ConnectionError as error:
         raise ConfigError(
             f"--data: there is no file {name}, and the hub ({constants.ENDPOINT}) cannot be reached: {error}; {advice}"

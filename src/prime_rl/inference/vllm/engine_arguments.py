@@ -19,7 +19,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.vllm_arguments import FIXED, UNSUPPORTED_VARIABLES
 from prime_rl.core.entry_point import ERROR_FILE, read_error_file, write_error_file
 from prime_rl.core.errors import ConfigError, summarize_exception, translate_error
-from prime_rl.storage.model_files import has_experts
+from prime_rl.storage.model_files import has_experts, refuse_quantized
 
 _QWEN35 = "vLLM's class for it imports torchvision; install it: uv pip install --no-deps torchvision==0.28.0"
 # Model types that vLLM's CPU build cannot run, or runs wrongly, with the reason and the fix.
@@ -103,12 +103,7 @@ def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None
             f"parallel.dp = {config.parallel.dp}: {config.model.name} is a mixture of experts, of which vLLM "
             "cannot run several copies on a CPU; start one server per copy, and set all addresses in client.base_url"
         )
-    if quantized := model.get("quantization_config") or text.get("quantization_config"):
-        raise ConfigError(
-            f"model.name: the checkpoint {config.model.name} is quantized ({quantized.get('quant_method', 'unknown')}) "
-            "and published versions are not; serve the original checkpoint, and set vllm.quantization to quantize it "
-            "while it is loaded"
-        )
+    refuse_quantized(config.model.name, model)
     _check_heads(config, text)
     if on_cpu and text.get("num_attention_heads"):
         _check_head_size(config.model.name, text)

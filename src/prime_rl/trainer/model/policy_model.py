@@ -29,7 +29,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.storage.model_files import find_model, find_tokenizer
+from prime_rl.storage.model_files import find_model, find_tokenizer, refuse_quantized
 from prime_rl.trainer.micro_batch import MicroBatch, TargetRow
 from prime_rl.trainer.model import varlen_attention
 from prime_rl.trainer.model.lm_head import SamplingMask, check_output_head, token_logprobs
@@ -287,8 +287,7 @@ def _hf_config(config: TrainerModelConfig, directory: Path) -> Any:
     with _explain_refusal("model.name", config.name):
         hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     hf_config.name_or_path = config.name
-    if getattr(hf_config, "quantization_config", None):
-        raise ConfigError(f"model.name: {config.name} is quantized; train the original model")
+    refuse_quantized(config.name, hf_config.to_dict())
     layers = config.debug.num_layers
     if layers is not None:
         hf_config.num_hidden_layers = min(layers, hf_config.num_hidden_layers)
