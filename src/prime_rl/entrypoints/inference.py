@@ -14,6 +14,9 @@ def main() -> None:
 
     config = InferenceConfig.load()
     require_packages("torch", "vllm")
+    from prime_rl.storage.model_files import check_on_hub
+
+    check_on_hub(config.model.name, config.model.revision)
     from prime_rl.core.logs import set_up_logging
     from prime_rl.inference.vllm.libnuma import provide_libnuma
 

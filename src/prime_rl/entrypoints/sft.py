@@ -10,11 +10,12 @@ def main() -> None:
     from prime_rl.configs.sft import SFTConfig
 
     config = SFTConfig.load()
-    from prime_rl.storage.model_files import check_model
+    from prime_rl.storage.model_files import check_model, check_on_hub
     from prime_rl.trainer.data.training_files import check_files
 
     require_packages("torch")
     check_model(config.model.name, not config.model.debug.random_init)
+    check_on_hub(config.model.name, config.model.revision)
     if config.data.type == "sft":
         check_files(config.data)
     if config.show_sample:

@@ -10,10 +10,11 @@ def main() -> None:
     from prime_rl.configs.trainer import TrainerConfig
 
     config = TrainerConfig.load()
-    from prime_rl.storage.model_files import check_model
+    from prime_rl.storage.model_files import check_model, check_on_hub
 
     require_packages("torch")
     check_model(config.model.name, not config.model.debug.random_init)
+    check_on_hub(config.model.name, config.model.revision)
     from prime_rl.trainer.rank_start import start_rank
 
     with start_rank(config.log, config.run_paths, settings=config.run_settings) as heartbeat:

@@ -49,11 +49,16 @@ def test_command_on_a_terminal_without_unicode_escapes_its_output(tmp_path):
         *((each, "--env.id nosuch", "env.0.id = nosuch is not installed") for each in ("eval", "synthesize")),
         ("orchestrator", "--env.id nosuch", "env.0.id = nosuch is not installed"),
         ("synthesize", "--from nosuch", "from = nosuch does not exist"),
+        *(
+            (each, "--model.name me/nosuch", "model.name = me/nosuch is not in the cache, and ")
+            for each in ("trainer", "sft", "inference")
+        ),
     ],
 )
 def test_command_with_an_unknown_source_writes_nothing(command, arguments, error, tmp_path):
     arguments = [*arguments.split(), "--output-dir", str(tmp_path / "outputs")]
     program = [sys.executable, "-m", f"prime_rl.entrypoints.{command}", *arguments]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {error}; ")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {error}")
     assert list(tmp_path.iterdir()) == []
