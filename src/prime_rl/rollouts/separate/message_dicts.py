@@ -10,12 +10,10 @@ Its present classes are pydantic models, which verifiers and newer packages test
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import (
-    Any,
-    Self,  # typing has it from Python 3.11
-)
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from typing_extensions import Self  # noqa: UP035 - verifiers 0.1 runs on Python 3.10, too
 from verifiers import types
 from verifiers.utils import message_utils, response_utils
 
