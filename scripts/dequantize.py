@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from prime_rl.core.entry_point import command
+from prime_rl.core.entry_point import ArgumentParser, command
 from prime_rl.core.errors import ConfigError, summarize_exception, translate_error
 from prime_rl.core.import_utils import require_packages
 from prime_rl.storage.model_files import READABLE_QUANTIZATION, find_model
@@ -37,7 +37,7 @@ UNUSED = ("input_scale", "activation_scale")
 @command
 def main() -> None:
     """Write the model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="directory, or name on the Hugging Face hub")
     parser.add_argument("directory", metavar="DIR", type=Path, help="directory to write; it must be new or empty")
     arguments = parser.parse_args()

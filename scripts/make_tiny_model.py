@@ -23,7 +23,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-from prime_rl.core.entry_point import command
+from prime_rl.core.entry_point import ArgumentParser, command
 from prime_rl.core.errors import ConfigError, summarize_exception, translate_error
 from prime_rl.entrypoints.init.byte_model import TOKEN_FIELDS, write_byte_tokenizer
 
@@ -82,7 +82,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 @command
 def main() -> None:
     """Write the model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", metavar="FAMILY", help="model_type of transformers")
     parser.add_argument("directory", metavar="DIR", type=Path, help="directory to write; it must be new or empty")
     arguments = parser.parse_args()

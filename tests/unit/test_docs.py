@@ -139,6 +139,13 @@ def test_pages_for_users_stay_few_and_short():
     assert len(pages) <= 26 and words <= 20_000, f"{len(pages)} pages, {words} words: merge or shorten one"
 
 
+def test_a_rollout_executes_few_files():
+    """An extended test compares the page with what a run executes."""
+    parts = (ROOT / "docs/life_of_a_rollout.md").read_text().split("## What else runs")
+    path, others = (set(re.findall(r"\(\.\./src/prime_rl/(\S+?\.py)", part)) for part in parts)
+    assert len(path) <= 50 and len(path | others) <= 115, "a reader of one rollout opens too many files"
+
+
 def test_every_script_is_in_the_readme():
     elsewhere = {"trainer", "vf-rl"}  # the README shows it under torchrun; another name of `rl`, in configs/aqua_rat
     assert set(commands((ROOT / "README.md").read_text())) >= SCRIPTS.keys() - elsewhere

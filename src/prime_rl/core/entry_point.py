@@ -1,5 +1,6 @@
 """The wrapper of every command: exit codes, one-line errors, and the file that reports an error to `rl`."""
 
+import argparse
 import gc
 import os
 import select
@@ -15,7 +16,7 @@ from functools import partial, wraps
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import msgspec
 
@@ -34,6 +35,14 @@ class ReportedError:
     code: int
     message: str
     attempt: str = "0"
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser of argparse that raises ConfigError for wrong arguments, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
 
 
 @contextmanager

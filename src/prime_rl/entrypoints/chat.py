@@ -8,7 +8,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from prime_rl.core.entry_point import command
+from prime_rl.core.entry_point import ArgumentParser, command
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.terminal_escape import escape_control_chars, replace_surrogates
 
@@ -26,7 +26,7 @@ _POLICY = "policy"
 @command
 def main() -> None:
     """Read messages and commands, one a line, from a terminal or a pipe."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "chat",
         description="Talk with a version of a run next to its base model. One message or command a line:",
         epilog=_HELP,

@@ -1,6 +1,5 @@
 """`doctor <output_dir>`: diagnose a run. `doctor --install`, `doctor --sandbox`: check this machine."""
 
-import argparse
 import json
 import os
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from prime_rl.core.entry_point import command, exit_with_reader
+from prime_rl.core.entry_point import ArgumentParser, command, exit_with_reader
 from prime_rl.storage.file_locks import check_run_format
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.doctor.collect import contains_run
@@ -35,7 +34,7 @@ def main() -> None:
 
 def _main(argv: Sequence[str]) -> int:
     description = "Diagnose a run: process states, what each is blocked on, the likely culprit. Changes nothing."
-    parser = argparse.ArgumentParser(prog="doctor", description=description)
+    parser = ArgumentParser(prog="doctor", description=description)
     parser.add_argument("output_dir", nargs="?", help="the run directory")
     parser.add_argument(
         "--sandbox", action="store_true", help="test whether this machine can isolate model-written code"

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prime_rl.configs.environment import EnvConfig, environment_path
-from prime_rl.core.entry_point import command, exit_with_reader
+from prime_rl.core.entry_point import ArgumentParser, command, exit_with_reader
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.rollouts.environment_id import (
     find_environment,
@@ -55,7 +55,7 @@ _SEQ_LEN = 1_000_000
 @command
 def main() -> None:
     """Run the subcommand; `environments ID` is `environments info ID`."""
-    parser = argparse.ArgumentParser(prog="environments", description="List, add, test, remove, describe environments.")
+    parser = ArgumentParser(prog="environments", description="List, add, test, remove, describe environments.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     commands = parser.add_subparsers(dest="command", metavar="{list,add,test,remove,info}")
     commands.add_parser("list", help="installed and added ones, and the files of the working directory (default)")

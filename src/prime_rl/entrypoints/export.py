@@ -1,12 +1,11 @@
 """`export`: write a version of a run as a Hugging Face model or a peft adapter, with a model card."""
 
-import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prime_rl.core.entry_point import command
+from prime_rl.core.entry_point import ArgumentParser, command
 from prime_rl.core.errors import ConfigError, RunError
 
 _DESCRIPTION = "Write a version of a policy as a Hugging Face model with a model card, and push it to the hub if asked."
@@ -15,7 +14,7 @@ _DESCRIPTION = "Write a version of a policy as a Hugging Face model with a model
 @command
 def main() -> None:
     """Export, and push with `--push`."""
-    parser = argparse.ArgumentParser("export", description=_DESCRIPTION)
+    parser = ArgumentParser("export", description=_DESCRIPTION)
     parser.add_argument("run", type=Path, help="run directory; or its weights/step_N or checkpoints/step_N")
     parser.add_argument("target", type=Path, help="folder to write; must not exist")
     parser.add_argument("--step", type=int, help="version to export (default: the newest)")

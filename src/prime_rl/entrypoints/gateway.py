@@ -11,7 +11,6 @@ A rollout waits in the environment's worker, whose request stays open: if it end
 the agent's further requests are answered with 410.
 """
 
-import argparse
 import asyncio
 import json
 import math
@@ -27,7 +26,7 @@ from typing import Any
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 from prime_rl.core.api_key import GATEWAY_KEY_VAR, has_key, read_api_key
-from prime_rl.core.entry_point import command
+from prime_rl.core.entry_point import ArgumentParser, command
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.loopback import bypass_proxies, is_loopback
 from prime_rl.core.ports import join_host_port, listen
@@ -294,7 +293,7 @@ def _error(kind: type[web.HTTPException], message: str) -> web.HTTPException:
 def main() -> None:
     """Serve until SIGINT or SIGTERM."""
     text = "Hand the rollouts of running environments (env.gateway) to agents that run elsewhere; see docs/agents.md."
-    parser = argparse.ArgumentParser(prog="gateway", description=text)
+    parser = ArgumentParser(prog="gateway", description=text)
     parser.add_argument("--port", type=int, default=_PORT, help=f"port (default {_PORT}; 0: any)")
     parser.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1); another one needs a key")
     text = f"environment variable of the key of environments and agents (default {GATEWAY_KEY_VAR})"

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from prime_rl.configs.advantage import GROUP_BASELINES
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.core.daemon_futures import run_in_daemon_thread
 from prime_rl.core.errors import ConfigError, RunError, first_exception
 from prime_rl.core.types import Group
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
@@ -65,7 +64,7 @@ from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import DiscardedWork
 from prime_rl.storage.artifact import MANIFEST
 from prime_rl.storage.batch import Batch, Progress, read_progress, write_batch
-from prime_rl.storage.wait_for import watch_directory
+from prime_rl.storage.wait_for import run_in_daemon_thread, watch_directory
 
 Written = TypeVar("Written")
 _TICK_SECONDS = 0.05

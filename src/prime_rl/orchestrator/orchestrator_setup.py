@@ -17,7 +17,6 @@ from prime_rl.configs.client import server_root
 from prime_rl.configs.environment import EnvConfig, EvalEnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig, slot_name
 from prime_rl.core.api_key import read_api_key, withheld_from_environments
-from prime_rl.core.daemon_futures import run_in_daemon_thread
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import EvalSplit, Split
 from prime_rl.evaluation.eval_plan import EvalTask, plan_tasks
@@ -68,7 +67,7 @@ from prime_rl.rollouts.workers.protocol import LoadEnvironment, ModelAccess
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 from prime_rl.storage.model_files import find_tokenizer
 from prime_rl.storage.paths import RUN_FOLDER, RunPaths
-from prime_rl.storage.wait_for import DeadlineError, wait_until
+from prime_rl.storage.wait_for import DeadlineError, run_in_daemon_thread, wait_until
 
 _THREADS = 32
 

@@ -12,13 +12,12 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from prime_rl.core.daemon_futures import run_in_daemon_thread
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.liveness.heartbeat_monitor import WAIT_FOR_SLOT
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.peer_monitor import PeerMonitor
 from prime_rl.storage.paths import RUN_FOLDER, RunPaths
-from prime_rl.storage.wait_for import watch_directory
+from prime_rl.storage.wait_for import run_in_daemon_thread, watch_directory
 
 TRAINER, INFERENCE, SUPERVISOR = "trainer", "inference", "rl"
 _CHECK_INTERVAL_SECONDS = 1.0

@@ -1,18 +1,25 @@
-"""Waiting for files to appear, with an owner and a deadline for every wait (I7)."""
+"""Waiting for files to appear, with an owner and a deadline for every wait (I7).
+
+What a hanging disk or network may block runs in threads that do not prevent the process from exiting.
+"""
 
 import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from watchfiles import watch
 from watchfiles._rust_notify import WatchfilesRustInternalError
 
-from prime_rl.core.daemon_futures import run_in_daemon_thread, start_daemon_future
 from prime_rl.core.errors import RunError
+
+Value = TypeVar("Value")
 
 # Watching is only an optimization: network file systems send no events, and the kernel limits the number of watchers.
 # The path is therefore also checked four times a second.
@@ -103,3 +110,32 @@ def _ticks(directory: Path, stop: threading.Event) -> Iterator[None]:
             yield
     while not stop.wait(_RECHECK_MS / 1000):
         yield
+
+
+def start_daemon_future(work: Callable[[], Value], name: str, exit_wait_seconds: float = 0.0) -> "Future[Value]":
+    """Start `work` in a daemon thread. The interpreter would wait indefinitely for the threads of an executor.
+
+    The exit of the process waits for the work for `exit_wait_seconds` at most.
+    """
+    done: Future[Value] = Future()
+    calls = [work]
+    del work
+    done.set_running_or_notify_cancel()  # a cancelled caller stops waiting, but the work cannot be cancelled
+
+    def run() -> None:
+        try:
+            # The call is released before its result is set: the process may exit then, and a thread that frees tensors
+            # during the exit aborts it.
+            done.set_result(calls.pop()())
+        except BaseException as error:  # noqa: BLE001  `done.result` raises it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    if exit_wait_seconds:
+        threading.Thread(target=futures.wait, args=([done], exit_wait_seconds), name=f"{name}-end").start()
+    return done
+
+
+async def run_in_daemon_thread(work: Callable[..., Value], *args: Any) -> Value:
+    """Call `work` without blocking the event loop. If it hangs, the caller can still be cancelled."""
+    return await asyncio.wrap_future(start_daemon_future(partial(work, *args), getattr(work, "__name__", "work")))

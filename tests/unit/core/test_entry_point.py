@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.core.entry_point import correct_wheel_tag
+from prime_rl.core.entry_point import ArgumentParser, correct_wheel_tag
+from prime_rl.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 WRONG_TAG = "Tag: cp312-cp312-linux_x86_64"
@@ -121,3 +122,12 @@ def test_command_in_a_removed_working_directory_ends_in_one_line(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "gone", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: the working directory does not exist any more; change to one that does\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--number", "x"], ["--number", "1", "--other"]])
+def test_wrong_arguments_raise_one_line(arguments, capsys):
+    parser = ArgumentParser("some command")
+    parser.add_argument("--number", type=int, required=True)
+    with pytest.raises(ConfigError, match=r"^[^\n]*; see `some command --help`$"):
+        parser.parse_args(arguments)
+    assert capsys.readouterr() == ("", "")

@@ -21,7 +21,6 @@ from prime_rl.configs.checkpoint import SKIPPED, CkptConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
-from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.entrypoints.delivery.policy_export import ExportForm, export_policy
 from prime_rl.liveness import heartbeat_writer
@@ -32,7 +31,7 @@ from prime_rl.storage.checkpoint_artifacts import COMMITTED, find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
 from prime_rl.storage.tensor_hashes import hash_tensors
-from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.storage.wait_for import DeadlineError, start_daemon_future
 from prime_rl.trainer import process_setup
 from prime_rl.trainer.checkpoints.checkpointer import Checkpointer, changed_settings, check_settings
 from prime_rl.trainer.checkpoints.trainer_state import TensorReader, restore_rng, rng_tensors, seed_rng

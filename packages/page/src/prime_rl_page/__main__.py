@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.core.api_key import API_KEY_VAR
-from prime_rl.core.entry_point import command
+from prime_rl.core.entry_point import ArgumentParser, command
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.ports import join_host_port, listen
 from prime_rl.storage.file_locks import check_run_format
@@ -43,7 +43,7 @@ def main() -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     text = "Show live, finished and copied runs in a browser. Reads only their directories and changes nothing."
-    parser = argparse.ArgumentParser(prog="page", description=text)
+    parser = ArgumentParser(prog="page", description=text)
     parser.add_argument("output_dir", nargs="+", help="run directories, or directories that contain some")
     parser.add_argument("--port", type=int, default=_DEFAULT_PORT, help=f"port (default {_DEFAULT_PORT}; 0: any)")
     parser.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1); another one needs a key")

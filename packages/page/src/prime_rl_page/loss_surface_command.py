@@ -1,12 +1,11 @@
 """`loss-surface <output_dir>`: measure the loss around the versions of a run, for the page and its report."""
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from prime_rl.core.entry_point import command, uv_run
+from prime_rl.core.entry_point import ArgumentParser, command, uv_run
 from prime_rl.core.os_errors import wrap_os_errors
 from prime_rl.storage.paths import RunPaths
 from prime_rl_page.loss_surface import write_loss_surface
@@ -20,7 +19,7 @@ def main() -> None:
 
 def _main(argv: Sequence[str]) -> None:
     description = "Measure the loss of one batch around the versions of a run; the page shows it (121 forward passes)."
-    parser = argparse.ArgumentParser(prog="loss-surface", description=description)
+    parser = ArgumentParser(prog="loss-surface", description=description)
     parser.add_argument("output_dir", help="the run directory")
     parser.add_argument("--batch", type=int, help="a batch whose rows are kept; the default is the newest one")
     arguments = parser.parse_args(argv)

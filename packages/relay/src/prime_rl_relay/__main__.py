@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from prime_rl.core.api_key import RELAY_KEY_VAR
-from prime_rl.core.entry_point import command
+from prime_rl.core.entry_point import ArgumentParser, command
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.ports import join_host_port, listen
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     text = "Serve a run directory to other machines, and copy into it what their processes write."
-    parser = argparse.ArgumentParser(prog="relay", description=text)
+    parser = ArgumentParser(prog="relay", description=text)
     parser.add_argument("output_dir", type=Path, help="the run directory on this machine; created for copies")
     for writer in _WRITERS:
         text = f"copy what the {writer} writes from the relays at these URLs, which have the same files"

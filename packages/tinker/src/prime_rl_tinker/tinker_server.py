@@ -1,6 +1,5 @@
 """`tinker-server`: start the inference server, the trainer's ranks and the HTTP server for Tinker's SDK."""
 
-import argparse
 import asyncio
 import os
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from prime_rl.configs.loading.base_config import write_config
-from prime_rl.core.entry_point import ERROR_FILE, command
+from prime_rl.core.entry_point import ERROR_FILE, ArgumentParser, command
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.import_utils import require_packages
 from prime_rl.liveness.parent_process import SUPERVISED
@@ -60,7 +59,7 @@ def main() -> None:
 
 def export(argv: Sequence[str]) -> None:
     """Write a checkpoint as an adapter in peft's format, or as a model with the adapter merged."""
-    parser = argparse.ArgumentParser("tinker-server export", description=export.__doc__)
+    parser = ArgumentParser("tinker-server export", description=export.__doc__)
     parser.add_argument("path", help="tinker://MODEL/weights/NAME, or sampler_weights")
     parser.add_argument("target", type=Path, help="folder to write; must not exist")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="of the server (default: outputs)")

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from prime_rl.core.entry_point import uv_run
+from prime_rl.core.entry_point import ArgumentParser, uv_run
 from prime_rl.core.errors import ConfigError, translate_error, unwritable
 from prime_rl.entrypoints.init.byte_model import write_byte_model
 from prime_rl.entrypoints.init.data_columns import (
@@ -34,13 +34,6 @@ _MODEL = "byte_model"
 _MAX_ROWS = 20_000
 _MARKERS = 120
 """Bytes that the chat template and a system message add to a prompt, at most."""
-
-_USAGE = "uv run rl init NAME [--data FILE] [--template dataset|environment|agent|sft]"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; usage: {_USAGE}, and --help for more")
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser("rl init", description="Write a small project to the working directory.", allow_abbrev=False)
+    parser = ArgumentParser("rl init", description="Write a small project to this directory.", allow_abbrev=False)
     parser.add_argument("name", metavar="NAME", help="name of the project: NAME.toml, NAME_rows.jsonl")
     parser.add_argument("--data", help="a csv, tsv, jsonl, json or parquet file, a folder, or a data set of the hub")
     parser.add_argument("--template", choices=("dataset", "environment", "agent", "sft"), default="dataset")

@@ -31,12 +31,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import translate_error
 from prime_rl.core.ports import join_host_port
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.tensor_hashes import RawTensor
-from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.storage.wait_for import DeadlineError, start_daemon_future
 from prime_rl.storage.weights.transfer_channel import ChannelError, Message, TransferDescriptor, connect
 
 _RECHECK_SECONDS = 0.25

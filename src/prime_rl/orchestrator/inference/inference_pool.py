@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 from loguru import logger
 
-from prime_rl.core.daemon_futures import run_in_daemon_thread
 from prime_rl.core.errors import RunError, first_exception
 from prime_rl.core.types import PolicyVersion
 from prime_rl.orchestrator.inference.inference_server import (
@@ -40,7 +39,7 @@ from prime_rl.orchestrator.inference.weight_versions import InvalidWeights, Publ
 from prime_rl.orchestrator.waits import deadline_scope, end_tasks, pause
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost, LoadedVersion
 from prime_rl.storage.paths import RunPaths
-from prime_rl.storage.wait_for import watch_directory
+from prime_rl.storage.wait_for import run_in_daemon_thread, watch_directory
 
 _LEASE_RENEWAL_SECONDS = 2.0
 _MAX_FAILED_SWITCHES = 3

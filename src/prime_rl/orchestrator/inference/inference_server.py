@@ -11,7 +11,6 @@ from loguru import logger
 from prometheus_client.parser import text_string_to_metric_families
 
 from prime_rl.configs.concurrency import ConcurrencyConfig
-from prime_rl.core.daemon_futures import run_in_daemon_thread
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
@@ -33,6 +32,7 @@ from prime_rl.rollouts.clients.inference_client import (
     LoadedVersion,
 )
 from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.wait_for import run_in_daemon_thread
 
 _PROBE_SECONDS = 0.25
 _FIRST_BACKOFF_SECONDS = 0.05

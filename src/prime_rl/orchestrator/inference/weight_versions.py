@@ -14,7 +14,6 @@ from typing import Literal
 
 from loguru import logger
 
-from prime_rl.core.daemon_futures import run_in_daemon_thread
 from prime_rl.core.errors import RunError, summarize_exception
 from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.artifact import (
@@ -26,6 +25,7 @@ from prime_rl.storage.artifact import (
     visibility_timeout,
 )
 from prime_rl.storage.paths import RunPaths, step_of, steps_in
+from prime_rl.storage.wait_for import run_in_daemon_thread
 from prime_rl.storage.weights.weight_retention import remove_old_versions
 
 

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from prime_rl.configs.checkpoint import SKIPPED, CkptConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.import_utils import package_versions
 from prime_rl.storage import checkpoint_artifacts as files
@@ -36,7 +35,7 @@ from prime_rl.storage.artifact import MANIFEST, ArtifactError
 from prime_rl.storage.batch import Progress, delete_rows
 from prime_rl.storage.paths import RunPaths, step_of
 from prime_rl.storage.rollback import orchestrator_has_run, start_name
-from prime_rl.storage.wait_for import DeadlineError, wait_for
+from prime_rl.storage.wait_for import DeadlineError, start_daemon_future, wait_for
 from prime_rl.trainer.checkpoints import trainer_state as state
 from prime_rl.trainer.checkpoints.resume_point import ResumeDecision, ResumePoint
 from prime_rl.trainer.checkpoints.trainer_state import TensorReader, load_model_and_optimizer, summarize_dcp_error

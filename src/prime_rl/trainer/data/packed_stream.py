@@ -20,9 +20,8 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import ConfigError
-from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.storage.wait_for import DeadlineError, start_daemon_future
 from prime_rl.trainer.data.chat_rendering import RenderedSequence
 from prime_rl.trainer.data.training_files import LocatedRow
 

@@ -23,12 +23,11 @@ from loguru import logger
 from torch import Tensor
 
 from prime_rl.configs.training.broadcast import FileBroadcastConfig, IPCBroadcastConfig, TransferConfig
-from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.ports import address_family, join_host_port
 from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.tensor_hashes import content_hash
-from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.storage.wait_for import DeadlineError, start_daemon_future
 from prime_rl.storage.weights.transfer_channel import (
     ChannelError,
     Message,

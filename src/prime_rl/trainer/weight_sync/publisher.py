@@ -29,14 +29,13 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.training.broadcast import BroadcastConfig, FileBroadcastConfig
 from prime_rl.configs.training.model import TrainerModelConfig
-from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import ConfigError, RunError, translate_error
 from prime_rl.core.import_utils import package_versions
 from prime_rl.core.types import PolicyVersion
 from prime_rl.liveness.timeline_writer import TimelineWriter
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, begin_artifact, commit_artifact, fsync
 from prime_rl.storage.tensor_hashes import content_hash
-from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.storage.wait_for import DeadlineError, start_daemon_future
 from prime_rl.storage.weights.canary import canary_tokens, parse_canary
 from prime_rl.trainer.fsdp import reshard_policy
 from prime_rl.trainer.micro_batch import MicroBatch, make_micro_batch

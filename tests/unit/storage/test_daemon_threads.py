@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 
-from prime_rl.core.daemon_futures import run_in_daemon_thread, start_daemon_future
+from prime_rl.storage.wait_for import run_in_daemon_thread, start_daemon_future
 
 HANGS = """
 import asyncio, threading
-from prime_rl.core.daemon_futures import run_in_daemon_thread
+from prime_rl.storage.wait_for import run_in_daemon_thread
 
 async def main():
     try:
