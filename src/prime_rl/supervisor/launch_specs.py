@@ -226,16 +226,18 @@ def _stop_request(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> C
 
 
 def _find_runs_of_others(config: RLConfig, paths: RunPaths) -> Callable[[], bool]:
-    """Return a check, for repeated calls, whether an orchestrator that this `rl` has not started uses the trainer."""
+    """Return a check, for repeated calls, whether an orchestrator that this `rl` has not started uses the trainer.
+
+    It is for the time when those that `rl` has started have exited: one may have been started again by hand.
+    """
     limits, monitors = config.heartbeat.limits, dict[str, HeartbeatMonitor]()
 
     def has_runs() -> bool:
         files = paths.root.glob("run_*/heartbeats/orchestrator.json")
         reports: list[LivenessReport] = []
         for folder in (file.parents[1] for file in files):
-            if folder.name not in config.orchestrators:
-                monitor = HeartbeatMonitor(RunPaths(folder), limits, ("orchestrator",))
-                reports += monitors.setdefault(folder.name, monitor).poll()
+            monitor = HeartbeatMonitor(RunPaths(folder), limits, ("orchestrator",))
+            reports += monitors.setdefault(folder.name, monitor).poll()
         return not all(report.is_lost(limits.dead_after_seconds) for report in reports)
 
     return has_runs

@@ -214,15 +214,15 @@ def test_make_process_specs_run_that_was_evicted_or_removed_is_over(shared):
     assert not specs["trainer"].is_over() and not specs["inference"].is_over()
 
 
-def test_make_process_specs_trainer_is_in_use_by_a_run_that_joined_and_lives(shared):
+def test_make_process_specs_trainer_is_in_use_by_a_run_that_joined_or_was_resumed_and_lives(shared):
     trainer = make_process_specs(shared, shared.run_paths)[-1]
-    own, other, dead = (RunPaths(shared.output_dir / f"run_{name}") for name in ("alpha", "other", "dead"))
-    beat(own)
-    assert not trainer.in_use()
-    joined = beat(other)
-    assert trainer.in_use()
-    joined.close()
-    assert not trainer.in_use()
+    assert "run_alpha" in shared.orchestrators, "`rl` has started it: it was resumed by hand after a failure"
+    for name in ("run_alpha", "run_other"):
+        assert not trainer.in_use()
+        running = beat(RunPaths(shared.output_dir / name))
+        assert trainer.in_use()
+        running.close()
+    dead = RunPaths(shared.output_dir / "run_dead")
     beat(dead)
     heartbeat = dead.heartbeat("orchestrator")
     ended = subprocess.Popen(["true"])
