@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
+from prime_rl.configs.known_harnesses import KNOWN_HARNESSES
 from prime_rl.configs.loading.base_config import BaseConfig, ImportPath, common
 from prime_rl.configs.sampling import SamplingConfig
 
@@ -163,6 +164,10 @@ class EnvConfig(BaseConfig):
     ANTHROPIC_API_KEY. `{prompt}`, `{model}`, `{base_url}` and `{api_key}` in it are replaced. [] uses the harness of
     the taskset."""
 
+    harness: Literal["claude_code", "codex", "mini_swe_agent", "opencode", "qwen_code"] | None = None
+    """Agent of a v1 taskset by its name, in place of a `command`; it is installed in /opt/agents, and `uv run
+    environments info` of a v1 taskset shows how. Harnesses of verifiers are `args.env.<agent>.harness.id`."""
+
     agent: ImportPath | None = None
     """Your coroutine function that is the agent of a v1 taskset, as `module:function` or `file.py:function`. It runs in
     the worker, with your permissions, once per rollout, takes `messages`, `base_url`, `api_key` and other values by
@@ -178,6 +183,13 @@ class EnvConfig(BaseConfig):
         if name is not None and not (name.isprintable() and name.strip(". ") and len(os.fsencode(name)) <= 200):
             raise ValueError("it is part of file names; use printable characters, at most 200 bytes, not only dots")
         return name
+
+    @field_validator("harness", mode="before")
+    @classmethod
+    def _is_known(cls, harness: object) -> object:
+        if harness not in (None, *KNOWN_HARNESSES):
+            raise ValueError(f"the known ones are {', '.join(KNOWN_HARNESSES)}; `command` runs any other program")
+        return harness
 
     def sampling_with(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return `sampling` with the overrides of this environment.
@@ -205,7 +217,7 @@ class EnvConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _has_one_agent(self) -> Self:
-        given = [key for key in ("command", "agent", "gateway") if getattr(self, key)]
+        given = [key for key in ("command", "harness", "agent", "gateway") if getattr(self, key)]
         if len(given) > 1:
             raise ValueError(f"env.{given[0]} and env.{given[1]} are two agents; set one")
         return self
@@ -213,7 +225,17 @@ class EnvConfig(BaseConfig):
     @property
     def has_agent(self) -> bool:
         """Whether an agent of the user takes the place of the environment's."""
-        return bool(self.command or self.agent or self.gateway)
+        return bool(self.program or self.agent or self.gateway)
+
+    @property
+    def program(self) -> list[str]:
+        """The program of `command` or `harness`, with its arguments; [] without both."""
+        return ["sh", "-c", KNOWN_HARNESSES[self.harness].script, "{prompt}"] if self.harness else self.command
+
+    @property
+    def how_to_install(self) -> str:
+        """The place of the program of `command`, or the command that installs that of `harness`, for errors."""
+        return f"by `{KNOWN_HARNESSES[self.harness].install}`" if self.harness else "below /usr or sandbox.paths"
 
     @property
     def scoring_limit(self) -> tuple[float | None, str]:

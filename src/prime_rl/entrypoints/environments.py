@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prime_rl.configs.environment import EnvConfig, environment_path
+from prime_rl.configs.known_harnesses import KNOWN_HARNESSES
 from prime_rl.core.entry_point import ArgumentParser, command, exit_with_reader
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.rollouts.environment_id import (
@@ -48,6 +49,7 @@ from prime_rl.rollouts.separate.values import arguments_of
 
 _FILE_COLUMNS = 160
 _SHOWN_CHARACTERS = 300
+_TABLES = (("arguments", "argument", "default"), ("rewards", "reward", "weight"), ("harnesses", "harness", "install"))
 _SEQ_LEN = 1_000_000
 """The server has its own limit."""
 
@@ -193,13 +195,15 @@ def _describe(arguments: argparse.Namespace) -> None:
         columns = [*(row if isinstance(row, Mapping) else dict(row))]
         described = {**backend.describe(), "columns": columns, "examples": len(backend)}
         head = f"{env.identity}, {described['api']}, {len(backend)} examples, columns {', '.join(columns)}"
+    if described["api"] == "v1":
+        described["harnesses"] = {name: known.install for name, known in KNOWN_HARNESSES.items()}
     if arguments.json:
         print(json.dumps({"id": arguments.id, **described}))
         return
     print(head)
-    for key, other in (("argument", "default"), ("reward", "weight")):
-        values = described[f"{key}s"].items()
-        _print_table((key, other), [{key: name, other: value} for name, value in values])
+    for kind, key, other in _TABLES:
+        if kind in described:
+            _print_table((key, other), [{key: name, other: value} for name, value in described[kind].items()])
 
 
 def _describe_unloaded(env_id: str) -> dict[str, Any]:

@@ -153,6 +153,7 @@ class EvalSession:
         settings |= {
             "api": self.api,
             "env": task.env.id,
+            "command": task.env.program,
             "split": self.split,
             "examples": len(pool),
             "content": pool.content_hash,

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from prime_rl.configs.environment import EnvConfig
+from prime_rl.configs.known_harnesses import HARNESS_FOLDER
 from prime_rl.rollouts.separate.values import BoxError
 from prime_rl_sandbox import execution
 from prime_rl_sandbox.execution import ExecutionResult, SandboxLimits, Verdict, current_settings
@@ -93,9 +94,12 @@ def agent_limits() -> SandboxLimits:
 
 def box_sandbox(config: EnvConfig) -> SharedSandbox:
     """Return what runs the boxes of an environment."""
-    if not config.command:
+    if not config.program:
         return shared_sandbox
-    return SharedSandbox(limits=agent_limits(), num_warm=2, folders=BOX_FOLDERS)
+    paths = current_settings().paths
+    if config.harness and HARNESS_FOLDER.is_dir():
+        paths = tuple(dict.fromkeys((*paths, HARNESS_FOLDER)))
+    return SharedSandbox(limits=agent_limits(), num_warm=2, folders=BOX_FOLDERS, paths=paths)
 
 
 class AgentBox:

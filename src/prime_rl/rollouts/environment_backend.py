@@ -219,8 +219,8 @@ def refuse_agent(config: EnvConfig) -> None:
     """Raise ConfigError if a classic environment is to run an agent of the user."""
     if config.has_agent:
         raise ConfigError(
-            f"environment {config.id!r} has the classic API, which calls the model itself; env.command and env.agent "
-            "need a v1 taskset (docs/agents.md)"
+            f"environment {config.id!r} has the classic API, which calls the model itself; env.command, harness "
+            "and agent need a v1 taskset (docs/agents.md)"
         )
 
 

@@ -59,6 +59,8 @@ def test_environments_describes_one(run):
     assert "lcs_ratio" in run("info", "reverse_text", "--args", WORDS)
     described = json.loads(run("my_env", "--json"))
     assert described["arguments"] == {"words": "3", "name": ""}, "also of one that does not load"
+    described = json.loads(run("task_folder", "--json"))
+    assert described["harnesses"]["codex"].startswith("npm install"), "of a v1 taskset"
 
 
 def test_environments_tests_one_with_a_scripted_model(run, capsys):

@@ -186,7 +186,8 @@ def test_changed_files_of_a_task_change_its_hash(tasks):
 )
 def test_programs_of_the_given_agents_are_shell_scripts_with_the_prompt_as_an_argument(file):
     (env,) = RLConfig.load(["@", str(file)]).orchestrator.env
-    shell, option, script, prompt = env.command
+    assert env.harness == (None if file.stem == "cpu" else file.stem)
+    shell, option, script, prompt = env.program
     assert (env.id, shell, option, prompt) == ("task_folder", "sh", "-c", "{prompt}")
     assert "{prompt}" not in script and '"$0"' in script
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)

@@ -112,7 +112,7 @@ LOADED = LoadedVersion(PolicyVersion(0, 3), "abc")
 CHANGED = {
     "args": {"x": 1}, "rewards": [{"import_path": "my:reward"}], "identity": "other", "timeout_seconds": 7.0,
     "reward_errors": "zero", "step_rewards": "add", "runtime": "subprocess", "scoring_timeout_seconds": 5.0,
-    "command": ["agent"], "agent": "my:agent", "gateway": "http://g:1",
+    "command": ["agent"], "agent": "my:agent", "gateway": "http://g:1", "harness": "codex",
 }  # fmt: skip
 
 

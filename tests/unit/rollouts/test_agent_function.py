@@ -194,6 +194,12 @@ async def test_a_full_context_ends_the_conversation_which_is_scored(load, interp
         ("solve = 3", {}, "'solve' is int, not a function"),
         ("async def solve(prompt): pass", {"id": "reverse_text", "args": {}}, "need a v1 taskset"),
         ("async def solve(prompt): pass", {"command": ["mini"]}, "two agents; set one"),
+        ("async def solve(prompt): pass", {"harness": "codex"}, "env.harness and env.agent are two agents; set one"),
+        (
+            "async def solve(prompt): pass",
+            {"harness": "bash"},
+            "known ones are claude_code, .*; `command` runs any other",
+        ),
     ],
 )
 def test_what_cannot_be_an_agent_is_refused_before_the_run(load, agent, keys, message):

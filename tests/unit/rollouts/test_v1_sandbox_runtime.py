@@ -10,8 +10,10 @@ from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
 
 from prime_rl.configs.environment import EnvConfig
+from prime_rl.configs.known_harnesses import KNOWN_HARNESSES, KnownHarness
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.agent_box import AgentBox
+from prime_rl.rollouts import agent_box
+from prime_rl.rollouts.agent_box import AgentBox, box_sandbox
 from prime_rl.rollouts.group_attempts import EnvironmentFailed, UnsupportedEnvironment
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate.agent_runtime import SandboxRuntimeConfig, add_sandbox
@@ -21,6 +23,7 @@ from prime_rl.rollouts.workers import worker_main
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
+from prime_rl_sandbox import execution
 from prime_rl_sandbox.execution import SandboxLimits, SandboxSettings, current_settings, use_settings
 from prime_rl_sandbox.shared_sandbox import close_shared_sandboxes
 from tests.support.fake_engine import fake_engine
@@ -184,8 +187,26 @@ async def test_a_program_that_fails_after_a_reply_is_scored_and_one_without_repl
     ],
 )
 async def test_a_program_that_is_not_there_is_refused_in_the_first_group(installed, command, message):
-    with pytest.raises(UnsupportedEnvironment, match=f"its `command` cannot be started; install it .*{message}"):
+    with pytest.raises(UnsupportedEnvironment, match=f"program cannot be started; install it below /usr .*{message}"):
         await play("done", command=command)
+
+
+@in_one_loop
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+async def test_a_harness_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    installed, interpreter, monkeypatch
+):
+    monkeypatch.setitem(KNOWN_HARNESSES, "codex", KnownHarness("npm install codex", "exec /opt/agents/no-such"))
+    keys = {} if interpreter is None else {"id": str(PACKAGES / "coding_taskset.py"), "interpreter": interpreter}
+    with pytest.raises(UnsupportedEnvironment, match=r"install it by `npm install codex` .*no-such: not found"):
+        await play("done", harness="codex", **keys)
+
+
+def test_the_box_of_a_harness_sees_its_folder_and_those_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(execution, "_current", SandboxSettings(paths=(Path("/opt/a"),)))
+    for folder, paths in ((tmp_path, (Path("/opt/a"), tmp_path)), (tmp_path / "missing", (Path("/opt/a"),))):
+        monkeypatch.setattr(agent_box, "HARNESS_FOLDER", folder)
+        assert box_sandbox(EnvConfig(harness="codex"))._options["paths"] == paths
 
 
 @in_one_loop

@@ -208,7 +208,7 @@ class _Runner:
             from .taskset_adapter import SeparateTaskset
 
             settings = call["args"], call["runtime"], call["command"], call["has_agent"], call["counts_zero"]
-            self._adapter = SeparateTaskset(module, call["id"], *settings, self.request)
+            self._adapter = SeparateTaskset(module, call["id"], *settings, call["install"], self.request)
         else:
             raise Refused(f"{module.__name__} has no load_environment(), and verifiers {installed} has no v1 API")
         return {

@@ -99,6 +99,7 @@ class TasksetAdapter:
         command: Sequence[str] = (),
         call_agent: CallAgent | None = None,
         counts_zero: bool = False,
+        install: str = "",
     ) -> None:
         """Load a taskset.
 
@@ -111,6 +112,7 @@ class TasksetAdapter:
             command: program of the agents without a `harness`; () if none is given.
             call_agent: calls the user's function that is these agents; None if none is given.
             counts_zero: a failed reward function counts as 0.
+            install: how to install the program.
 
         Raises:
             Refused: it cannot run here. Also what verifiers raises for wrong arguments.
@@ -118,7 +120,7 @@ class TasksetAdapter:
         self.warnings: list[tuple[str, str]] = []
         self.uses_sandbox = False
         self._taskset, self._permission, self._command, self._call_agent = taskset, permission, command, call_agent
-        self._counts_zero = counts_zero
+        self._counts_zero, self._install = counts_zero, install
         add_sandbox(open_box)
         settings = dict(args)
         if not isinstance(given := settings.pop("env", {}), dict):
@@ -197,7 +199,7 @@ class TasksetAdapter:
         failure = "; ".join(f"{error.type}: {' '.join(error.message.split())[:400]}" for error in errors)
         self._has_replied |= any(node.sampled for trace in episode.traces for node in trace.nodes)
         if not self._has_replied and any(error.type == ProgramMissing.__name__ for error in errors):
-            raise Refused(f"its `command` cannot be started; install it below /usr or sandbox.paths ({failure})")
+            raise Refused(f"its program cannot be started; install it {self._install} ({failure})")
         agents = [_agent(trace, opened[trace.id], scoring) for trace in episode.traces if trace.agent.trainable]
         return {
             "failure": None if episode.ok else failure,
@@ -448,6 +450,7 @@ class SeparateTaskset(TasksetAdapter):
         command: Sequence[str],
         has_agent: bool,
         counts_zero: bool,
+        install: str,
         request: Request,
     ) -> None:
         """Load the taskset of a module; see `TasksetAdapter`. `request` asks the worker, which calls an agent."""
@@ -466,16 +469,8 @@ class SeparateTaskset(TasksetAdapter):
             except RequestFailed as error:
                 raise Failed(": ".join(error.args)) from None
 
-        super().__init__(
-            taskset,
-            args,
-            permission,
-            lambda: RemoteBox(request, next(numbers)),
-            count_tokens,
-            command,
-            call_agent if has_agent else None,
-            counts_zero,
-        )
+        box, agent = lambda: RemoteBox(request, next(numbers)), call_agent if has_agent else None
+        super().__init__(taskset, args, permission, box, count_tokens, command, agent, counts_zero, install)
         self._request = request
 
     async def row(self, example: int) -> dict[str, Any]:

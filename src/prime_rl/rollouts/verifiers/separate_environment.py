@@ -78,7 +78,8 @@ class SeparateEnvironment(EnvironmentBackend):
                 args=config.args,
                 split=self.split,
                 runtime=config.runtime,
-                command=config.command,
+                command=config.program,
+                install=config.how_to_install,
                 has_agent=agent is not None,
                 counts_zero=config.reward_errors == "zero",
             )

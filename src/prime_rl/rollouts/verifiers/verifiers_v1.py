@@ -52,9 +52,10 @@ class TasksetEnvironment(EnvironmentBackend):
                 config.runtime,
                 functools.partial(AgentBox, sandbox),
                 count_tokens,
-                config.command,
+                config.program,
                 load_agent(config),
                 config.reward_errors == "zero",
+                config.how_to_install,
             )
             if self._adapter.uses_sandbox:
                 sandbox.check()
