@@ -81,6 +81,6 @@ def _values(model: type[BaseConfig], instance: BaseConfig | None) -> str:
         f"| `{show_default(default_in_block(model, name, instance))}` "
         f"| {' '.join(node.description.split()).replace('|', chr(92) + '|')} |\n"
         for name, node in nodes_of(model).items()
-        if not node.variants and name != "type"
+        if not node.variants and (name != "type" or node.optional)
     ]
     return _TABLE + "".join(rows) if rows else ""

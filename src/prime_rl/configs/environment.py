@@ -1,9 +1,10 @@
 """`env` and `env.rewards`: environments, in training and in evaluations."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
@@ -63,6 +64,12 @@ class EnvConfig(BaseConfig):
     id: str = Field("reverse_text", json_schema_extra=common("Rollouts"))
     """Name of the installed environment package (`-` and `_` are equivalent), or of a file: `my_env` finds my_env.py in
     the working directory, `path/my_env.py` any file."""
+
+    type: Literal["openenv"] | None = None
+    """Kind of a server that is the environment, in place of an `id`; `url` is its address."""
+
+    url: str | None = None
+    """Address of the server of a `type`, such as http://localhost:8000."""
 
     args: dict[str, object] = Field({}, json_schema_extra=common("Rollouts"))
     """Arguments of the environment's load_environment()."""
@@ -176,6 +183,27 @@ class EnvConfig(BaseConfig):
     gateway: str | None = Field(None, pattern="^https?://[^/]+/?$")
     """Address of a `gateway`, such as http://127.0.0.1:8700, from which agents that run elsewhere take the rollouts of
     a v1 taskset. Its key is in GATEWAY_API_KEY."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_type(cls, values: Any) -> Any:
+        """Replace `type` and `url`, which are another spelling of `id`, `package` and `args`."""
+        if not isinstance(values, dict) or values.get("type") not in (None, "openenv"):
+            return values
+        kept = {key: value for key, value in values.items() if key not in ("type", "url")}
+        kind, url, args = values.get("type"), values.get("url"), values.get("args", {})
+        if kind is None and url is not None:
+            raise ValueError(f'url = {url!r} needs type = "openenv"; the address that an id takes is one of its args')
+        if kind is None or not isinstance(args, dict):
+            return kept
+        if not re.match("https?://.", str(url)):
+            raise ValueError(f"type = {kind!r} needs url, such as http://localhost:8000, not {url!r}")
+        if kept.get("id", "openenv") != "openenv":
+            raise ValueError(f"id = {kept['id']!r} and type = {kind!r} are two environments; set one")
+        if args.get("base_url", url) != url:
+            raise ValueError(f"url = {url!r} and args.base_url = {args['base_url']!r} are two servers; set url")
+        package = kept.get("package") or "verifiers[openenv]>=0.4"
+        return {**kept, "id": "openenv", "package": package, "args": {**args, "base_url": url}}
 
     @field_validator("name")
     @classmethod

@@ -71,6 +71,7 @@ _UNRELATED_OF_ENV = {
     *("num_retries", "start_timeout_seconds", "silence_timeout_seconds", "cleanup_seconds"),
     "max_memory_gib",
     *("package", "requirements", "python", "interpreter"),  # `identity` names the packages
+    *("type", "url", "harness"),  # resolved into `args` and `command`
 }
 _UNRELATED_OF_SANDBOX = {"num_jails", "max_running"}
 

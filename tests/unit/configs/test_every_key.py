@@ -80,12 +80,14 @@ REFUSED = {
     "ckpt.skip_dataloader": "is for sft",
     "sampling.min_tokens": "not supported",
     "env.weight": "env.num_examples sets",
+    "env.type": "needs url",
+    "env.url": "needs type",
     "model.seq_len": "data.seq_len",
     "orchestrator.clean": "`rl` has the key clean",
     "inference.parallel.start_rank": "docs/deployment.md",
     "inference.parallel.headless": "docs/deployment.md",
 }
-"""Keys that accept only their default, by suffix, with a part of the error."""
+"""Keys that accept only their default, or need another key beside them, by suffix, with a part of the error."""
 
 
 SOURCE = Path(__file__).parents[3] / "src"
@@ -237,7 +239,7 @@ def leaves(models: Sequence[type[BaseConfig]], path: tuple[str, ...] = (), conte
         for name, node in nodes_of(model).items():
             if node.variants:
                 yield from leaves(node.variants, (*path, name), here)
-            elif name != "type":
+            elif name != "type" or node.optional:
                 yield Leaf((*path, name), node, here)
 
 

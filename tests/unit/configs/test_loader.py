@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.configs.environment import EnvConfig, EvalEnvConfig
 from prime_rl.configs.eval import EvalConfig
 from prime_rl.configs.heartbeat import HeartbeatConfig
 from prime_rl.configs.inference import InferenceConfig
@@ -22,6 +23,7 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.entrypoints import rl
 from tests.unit.configs.conftest import REPOSITORY
 
+OPENENV = ("--orchestrator.env.type", "openenv", "--orchestrator.env.url", "http://a:1")
 ROOTS = (InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig)
 
 
@@ -273,6 +275,12 @@ def test_variables_are_below_a_resolved_file_and_unread_by_processes_of_rl(monke
         (RLConfig, ["--trainer-gpu-ids", "0,0"], ["trainer_gpu_ids names GPU 0 twice"]),
         (RLConfig, ["--orchestrator.env.name", "gsm8k"], ["name = 'gsm8k' is only a label; set env.id"]),
         (RLConfig, ["--orchestrator.env.id", ""], ["env.0", "id is empty; name an environment"]),
+        (RLConfig, ["--orchestrator.env.url", "http://a:1"], ["env.0: url = 'http://a:1' needs type = \"openenv\""]),
+        (RLConfig, ["--orchestrator.env.type", "openenv"], ["env.0: type = 'openenv' needs url", "not None"]),
+        (RLConfig, [*OPENENV, "--orchestrator.env.url", "a:1"], ["needs url, such as http://localhost:8000, not"]),
+        (RLConfig, [*OPENENV, "--orchestrator.env.id", "gsm8k"], ["id = 'gsm8k' and type = 'openenv' are two"]),
+        (RLConfig, [*OPENENV, "--orchestrator.env.args", "{'base_url': 'http://b:1'}"], ["are two servers; set url"]),
+        (RLConfig, ["--orchestrator.env.type", "gym"], ["env.0.type = 'gym' (--orchestrator.env.type)", "'openenv'"]),
         (RLConfig, ["--output-dir", "~no-such-user/x"], ["output_dir = ~no-such-user/x (--output-dir)"]),
         (RLConfig, ["--ckpt-interval", "1"], ["did you mean --ckpt.interval?"]),
         (RLConfig, ["--actor.rollout.n", "8"], ["did you mean --orchestrator.rollouts-per-example?"]),
@@ -583,6 +591,7 @@ def test_every_deprecated_name_is_an_alias_of_an_existing_key():
         ('[{id="a"}, {id="b", args={deep=[true, {x=1.5}]}}]', [["a", {}], ["b", {"deep": [True, {"x": 1.5}]}]]),
         ('[{"id": "a"}, {"id": "b"}]', [["a", {}], ["b", {}]]),
         ('["a", "b"]', [["a", {}], ["b", {}]]),
+        ('{ type = "openenv", url = "http://a:1" }', [["openenv", {"base_url": "http://a:1"}]]),
         ("{timeout_seconds = 7}", [["other", {"words": 1}]]),  # without an id it changes the only entry
     ],
 )
@@ -591,6 +600,16 @@ def test_list_of_blocks_is_read_as_toml_json_or_python(text, expected):
     for arguments in (["--orchestrator.env", text], [f"--orchestrator.env={text}"]):
         config = RLConfig.load(["@", file, *arguments])
         assert [[env.id, env.args] for env in config.orchestrator.env] == expected
+
+
+def test_openenv_is_another_spelling_of_id_package_and_arguments():
+    spelling = {"type": "openenv", "url": "http://a:1", "name": "game", "args": {"resets": [{}]}}
+    args = {"resets": [{}], "base_url": "http://a:1"}
+    same = {"id": "openenv", "package": "verifiers[openenv]>=0.4", "name": "game", "args": args}
+    assert EnvConfig(**spelling) == EnvConfig(**same)
+    assert EvalEnvConfig(**spelling, package="./verifiers[openenv]").package == "./verifiers[openenv]"
+    config = OrchestratorConfig.load(["--env", str([spelling])])
+    assert OrchestratorConfig.load(["@", write("saved.toml", to_toml(config))]) == config
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,12 @@ class ConfigState:
 
     def apply(self, assignments: Iterable[Assignment]) -> None:
         """Merge a source over the current values."""
-        # `type` first: it removes the keys of other variants.
-        for assignment in sorted(assignments, key=lambda a: a.path[-1:] != ("type",)):
+        for assignment in sorted(assignments, key=lambda a: not self._selects(a.path)):
             self.put(assignment.path, assignment.value, assignment.origin)
+
+    def _selects(self, path: Path) -> bool:
+        """Return whether a key is the `type` of a union. These are first: they remove the keys of other variants."""
+        return path[-1:] == ("type",) and resolve(self.root, path[:-1])[1].is_union
 
     def hold_back(self, assignments: Sequence[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
         """Split a source into assignments to apply now, and `--no-a.b` for blocks `a` that are still off.

@@ -128,7 +128,7 @@ def _common_key(path: KeyPath, node: Node, default: object) -> Iterator[str]:
 def _block(model: type[BaseConfig], prefix: KeyPath, default: BaseConfig | None) -> Iterator[str]:
     """Format the keys of a block: first values, then nested blocks."""
     for name, node in nodes_of(model).items():
-        if not node.variants and (name != "type" or not prefix):
+        if not node.variants and (name != "type" or not prefix or node.optional):
             shown = show_default(default_in_block(model, name, default))
             yield from _key_lines((*prefix, name), node.metavar, f"{node.description} [default: {shown}]")
     for name, node in nodes_of(model).items():

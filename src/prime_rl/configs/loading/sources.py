@@ -258,7 +258,8 @@ def flatten(root: type[BaseConfig], path: Sequence[str | int], value: Any, origi
     known, node = resolve(root, path, origin.label)
     value = None if value == "None" else value
     if node.kind is Kind.BLOCKS and isinstance(value, dict):  # a single table sets the only entry
-        if node.variants[0].shorthand in value:  # which is another one then, with none of its earlier keys
+        # With an id or a type it is another one then, with none of its earlier keys.
+        if {node.variants[0].shorthand, "type"} & value.keys():
             yield Assignment(known, [], origin)
         yield from flatten(root, (*path, ONLY), value, origin)
     elif node.kind is Kind.BLOCKS and isinstance(value, str | list):  # a list replaces the earlier list
