@@ -17,6 +17,7 @@ MODULES = [
     "prime_rl.entrypoints.rl",
     "prime_rl.entrypoints.init.project",
     "prime_rl.entrypoints.doctor",
+    "prime_rl.supervisor.planning.plan_changes",
     "prime_rl.entrypoints.orchestrator",
     "prime_rl.api.run",
     "prime_rl.api.guides",

@@ -1,0 +1,1 @@
+"""Memory, speed and cost of a run, computed from its configuration."""
