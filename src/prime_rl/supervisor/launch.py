@@ -44,6 +44,7 @@ from prime_rl.supervisor.preflight import (
     gpus_that_are_not_there,
     starts_without_checkpoint,
     unreachable_servers,
+    visible_gpus,
 )
 from prime_rl.supervisor.supervisor import Outcome, SupervisorTimeouts, supervise
 
@@ -95,6 +96,11 @@ def run(config: RLConfig, check: InputCheck, keep_serving: bool = False) -> int:
             console.print(f"warning: {folder} has no complete checkpoint: the run starts at step 0", soft_wrap=True)
         if (gpus := gpus_that_are_not_there(config)) is not None:
             console.print(f"warning: no GPU is visible, so the run uses the CPU, with {gpus}", soft_wrap=True)
+        if visible_gpus():
+            from prime_rl.supervisor.planning.plan_changes import warning_for  # a run without GPUs needs no plan
+
+            if (text := warning_for(config)) is not None:
+                console.print(f"warning: {text}", soft_wrap=True)
         for url in unreachable_servers(config):
             console.print(f"warning: no server at {url} yet; `rl` starts its own with --inference", soft_wrap=True)
         if config.bench:
