@@ -12,6 +12,7 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.entrypoints import plan
 from prime_rl.supervisor.planning import gpu_table, plan_changes
 from prime_rl.supervisor.planning.gpu_table import find_gpu, parse_gpus
+from prime_rl.supervisor.planning.model_shape import load_shape
 from prime_rl.supervisor.planning.published_figures import FIGURES, MEMORY_TOLERANCE, SPEED_TOLERANCE, PublishedFigure
 
 ROOT = Path(__file__).parents[3]
@@ -124,6 +125,15 @@ def test_bad_input_is_refused_in_one_line(line, named):
     with pytest.raises(ConfigError) as caught:
         plan._main(shlex.split(line))
     assert "\n" not in str(caught.value) and all(part in str(caught.value) for part in named)
+
+
+def test_name_of_a_fine_tuned_model_has_the_shape_of_its_base():
+    shapes = [load_shape(name) for name in ("a/Qwen3-30B-A3B-Mine", "Qwen/Qwen3-30B-A3B", "b/Qwen3-30B-A3B-Base-x")]
+    assert {shape.parameters for shape in shapes} == {30_532_122_624} and "as qwen3-30b-a3b" in shapes[0].name
+    assert load_shape("DeepSeek-R1-Distill-Qwen-1.5B").parameters == 1_777_088_000
+    for name in ("DeepSeek-R1-Distill-Some-7B", "GLM-4.5V", "Qwen3-0.6"):
+        with pytest.raises(ConfigError, match="unknown"):
+            load_shape(name)
 
 
 def test_unknown_layers_are_refused(tmp_path):

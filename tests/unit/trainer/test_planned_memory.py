@@ -21,7 +21,7 @@ from prime_rl.trainer.weight_sync.gather_plan import PublishedStateDict
 from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
 from tests.unit.trainer.test_policy_model import ARCHITECTURES, SMALL, pack, save, segments
 
-UNKNOWN = ("gemma4", "nanochat", "gpt_neox", "gpt2", "phi_", "cohere")
+UNKNOWN = ("gemma4", "gpt_neox", "gpt2", "phi_", "cohere")
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = {name: make for name, make in ARCHITECTURES.items() if not name.startswith(UNKNOWN)} | {
     "glm4_moe": lambda: transformers.Glm4MoeConfig(

@@ -5,9 +5,9 @@ needs no hub; keys that it omits are transformers' defaults.
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -18,9 +18,7 @@ from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.orchestrator.packing import RowCost
 
 _KNOWN = Path(__file__).with_name("models.json")
-_FORM = re.compile(r"-(base|instruct|chat|it|pt|thinking|hf|\d{4})(?=-|$)")
-"""Parts of a model's name that do not change its shape."""
-_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3", "granite")
+_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3", "granite", "nanochat")
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
 
 
@@ -106,8 +104,8 @@ class ModelShape:
 
     @cached_property
     def body(self) -> int:
-        """Parameters of the blocks and of the last norm."""
-        return sum(block.parameters for block in self.blocks) + self.hidden
+        """Parameters of the blocks and of the last norm, which has weights if those of the blocks do."""
+        return sum(block.parameters for block in self.blocks) + self.hidden * (self.blocks[0].norms > 0)
 
     @cached_property
     def experts(self) -> int:
@@ -154,22 +152,28 @@ class ModelShape:
 
 
 def load_shape(name: str) -> ModelShape:
-    """Return the shape of a local directory with a config.json, a model in the hub's cache, or a common model.
+    """Return the shape of a local directory with a config.json, a common model, or a model in the hub's cache.
+
+    A name that continues that of a common model, as of its fine-tuned versions, has the shape of that model.
 
     Raises:
         ConfigError: the model is unknown, or its config.json is of an unsupported kind.
     """
+    key, known = name.rpartition("/")[2].lower().removeprefix("meta-"), _known_models()
     directory = Path(name).expanduser()
-    if directory.is_dir():
-        source = directory / "config.json"
-    else:
-        key = _FORM.sub("", name.rpartition("/")[2].lower()).removeprefix("meta-")
-        if (known := _known_models().get(key)) is not None:
-            return shape_of(name, known)
-        source = _cached_config(name)
+    source = directory / "config.json" if directory.is_dir() else None if key in known else _cached_config(name)
+    if source is None:
+        bases = [base for base in known if f"{key}-".startswith(f"{base}-") and "-distill-" not in key[len(base) :]]
+        if not bases:
+            near = ", ".join(get_close_matches(key, known, 3)) or "Qwen3-4B, Llama-3.1-8B, GLM-4.5-Air"
+            raise ConfigError(
+                f"model.name = {name}: its shape is unknown; set a local directory with its config.json, or a common "
+                f"model such as {near}"
+            )
+        base = max(bases, key=len)
+        return shape_of(name if base == key else f"{name} (as {base})", known[base])
     try:
-        config = json.loads(source.read_text())
-        return shape_of(name, config)
+        return shape_of(name, json.loads(source.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(f"model.name = {name}: {source} cannot be used: {summarize_exception(error)}") from None
 
@@ -178,24 +182,17 @@ def load_shape(name: str) -> ModelShape:
 def _known_models() -> dict[str, dict[str, Any]]:
     """Return the configurations by the names of models and of others with the same shape, in small letters."""
     models = json.loads(_KNOWN.read_text())
-    return {name.lower(): config for names, config in ((key.split(), models[key]) for key in models) for name in names}
+    return {name.lower(): config for names, config in models.items() for name in names.split()}
 
 
-def _cached_config(name: str) -> Path:
+def _cached_config(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache  # slow to import
     from huggingface_hub.errors import HFValidationError
 
-    try:
+    with suppress(HFValidationError):
         found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        found = None
-    if not isinstance(found, str):
-        near = get_close_matches(name.rpartition("/")[2].lower(), _known_models(), 3)
-        raise ConfigError(
-            f"model.name = {name}: its shape is unknown; set a local directory with its config.json, or a common model "
-            f"such as {', '.join(near) or 'Qwen3-4B, Llama-3.1-8B, GLM-4.5-Air'}"
-        )
-    return Path(found)
+        return Path(found) if isinstance(found, str) else None
+    return None
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
@@ -236,7 +233,7 @@ def _block(text: Mapping[str, Any], kind: str, layer: int, windowed: bool) -> Bl
     if is_dense:
         width = text["intermediate_size"]
         expert, chosen, experts, each = 0, 0, 0, 0
-        mlp = 3 * hidden * width + (2 * width + hidden if text.get("mlp_bias") else 0)
+        mlp = (2 if kind == "nanochat" else 3) * hidden * width + (2 * width + hidden if text.get("mlp_bias") else 0)
     else:
         expert = text.get("moe_intermediate_size") or text["intermediate_size"]
         chosen = text.get("num_experts_per_tok", 2)
@@ -249,7 +246,7 @@ def _block(text: Mapping[str, Any], kind: str, layer: int, windowed: bool) -> Bl
     return Block(
         attention=attention,
         mlp=mlp,
-        norms=(4 if kind.startswith("gemma") else 2) * hidden + head_norms,
+        norms=(4 if kind.startswith("gemma") else 0 if kind == "nanochat" else 2) * hidden + head_norms,
         experts=experts * each,
         active=chosen * each,
         hidden=hidden,

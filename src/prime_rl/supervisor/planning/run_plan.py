@@ -107,7 +107,8 @@ def make_plan(config: RLConfig | SFTConfig, request: PlanRequest) -> RunPlan:
     prompt = request.prompt_tokens or min(_PROMPT_TOKENS, orchestrator.seq_len / 4)
     most = min(longest, orchestrator.seq_len - prompt)
     completion = request.completion_tokens or most / 2
-    sample, batch = min(prompt + completion, orchestrator.seq_len), orchestrator.batch_size
+    sample = min(prompt + completion, orchestrator.seq_len)
+    batch = sum(one.batch_size for one in config.orchestrators.values())
     if fake is not None:
         sample, batch = min(fake.seq_len, row), fake.batch_size
     elif request.role == "trainer" and request.completion_tokens is None:
@@ -130,7 +131,7 @@ def make_plan(config: RLConfig | SFTConfig, request: PlanRequest) -> RunPlan:
         config.max_steps,
         request.price,
         publishes_adapter=lora is not None and lora.publish == "adapter",
-        version_element=4 if broadcast.dtype == "float32" else 2,
+        version_element=_element(broadcast.dtype, config.trainer.device),
     )
 
 
@@ -140,7 +141,7 @@ def _plan_sft(config: SFTConfig, request: PlanRequest) -> RunPlan:
     sample = (request.prompt_tokens or 0) + (request.completion_tokens or 0) or data.seq_len
     row = data.seq_len * data.micro_batch_size
     trainer = _trainer_job(config, request, shape, ranks, row, sample, data.batch_size * data.seq_len)
-    element = 4 if config.weights_dtype == "float32" else 2
+    element = _element(config.weights_dtype, config.device)
     return RunPlan(
         trainer, None, False, data.batch_size, 0, config.max_steps, request.price, False, version_element=element
     )
@@ -157,13 +158,14 @@ def _trainer_job(
 ) -> TrainerJob:
     trainer = config if isinstance(config, SFTConfig) else config.trainer
     model = trainer.model
+    is_sft = isinstance(config, SFTConfig)
     broadcast = "filesystem" if isinstance(config, SFTConfig) else config.trainer.weight_broadcast.type
+    has_reference = not isinstance(config, SFTConfig) and config.trainer.reference_name is not None
     largest = 2.0 * shape.embedding if broadcast == "ipc" else 0.0
     publication = 0.0 if broadcast == "filesystem" else max(_BUFFERS[broadcast], largest)
     if request.upstream and model.compile is None:
         model = model.model_copy(update={"compile": CompileConfig()})
-    element = 4 if model.dtype == "float32" else 2
-    is_sft = isinstance(config, SFTConfig)
+    element = _element(model.dtype, trainer.device)
     job = TrainerJob(
         shape,
         request.gpu,
@@ -177,12 +179,18 @@ def _trainer_job(
         request.upstream,
         is_sft,
         publication,
+        has_reference,
     )
     try:
         _ = job.data_ranks
     except ValueError as error:
         raise ConfigError(f"--gpus gives the trainer {ranks} GPUs: {error}") from None
     return job
+
+
+def _element(dtype: str, device: str) -> int:
+    """Return the bytes of an element; `auto` is float32 on a CPU."""
+    return 4 if dtype == "float32" or (dtype == "auto" and device == "cpu") else 2
 
 
 def divide_gpus(config: RLConfig, request: PlanRequest) -> tuple[int, int, bool]:

@@ -61,6 +61,7 @@ class TrainerJob:
             logits in `sft`.
         is_sft: supervised fine-tuning.
         publication_bytes: device buffers of rank 0 for the transport of versions.
+        has_reference: a frozen reference model scores each row, too.
     """
 
     shape: ModelShape
@@ -75,6 +76,7 @@ class TrainerJob:
     upstream: bool = False
     is_sft: bool = False
     publication_bytes: float = 0.0
+    has_reference: bool = False
 
     @property
     def cp(self) -> int:
@@ -159,6 +161,8 @@ def trainer_memory(job: TrainerJob) -> dict[str, float]:
         "gradients": on_device * 4 * job.own_trained,
         "optimizer": on_device * state_bytes(job.optim, shape, is_lora) * job.own_trained,
     }
+    if job.has_reference:
+        parts["reference weights"] = on_device * job.element * job.own_parameters
     parts["publication buffers"] = job.publication_bytes
     offloaded = min(parts["optimizer"], 2 * _OFFLOADED_PARTS)
     if model.reduce_gradients_once and job.rows > 1 and not is_lora:
@@ -177,8 +181,8 @@ def trainer_memory(job: TrainerJob) -> dict[str, float]:
     stored, working = activation_bytes(job)
     head = _head_bytes(job)
     moments = (
-        {**parts, "activations": stored + working, "LM head": 0.0},
-        {**parts, "activations": stored, "LM head": head},
+        {**parts, "activations": stored, "block at work": working, "LM head": 0.0},
+        {**parts, "activations": stored, "block at work": 0.0, "LM head": head},
         update,
     )
     peak = max(moments, key=lambda moment: sum(moment.values()))
@@ -235,9 +239,10 @@ def trainer_seconds(job: TrainerJob) -> dict[str, float]:
     backward = 1 if model.lora is not None else 2
     forward = shape.cost.body / 3 * tokens / model.tp
     head = shape.cost.head / 3 * tokens
-    products = forward * (1 + backward + recomputed)
-    products += head * (1 + backward + (0 if job.upstream and job.is_sft else 1))
-    scores = _score_flops(job) / (job.cp * model.tp) * (3.5 + recomputed)
+    extra = recomputed + job.has_reference  # forward passes
+    products = forward * (1 + backward + extra)
+    products += head * (1 + backward + job.has_reference + (0 if job.upstream and job.is_sft else 1))
+    scores = _score_flops(job) / (job.cp * model.tp) * (3.5 + extra)
     bandwidth = _BANDWIDTH * gpu.bandwidth
     per_pass = _EAGER_PASS if model.compile is None else _PASS
     touched = per_pass * job.element * sum(block.products for block in shape.blocks) * tokens / model.tp
@@ -246,7 +251,7 @@ def trainer_seconds(job: TrainerJob) -> dict[str, float]:
     seconds = {
         "matrix products": products / (_MATMUL * gpu.flops),
         "attention": scores / (attention * gpu.flops),
-        "other operators": touched * (2 + recomputed) / bandwidth,
+        "other operators": touched * (2 + extra) / bandwidth,
         "LM head": per_logit * shape.vocabulary * tokens / bandwidth,
         "adapters": _ADAPTER_SECONDS * len(job.adapters),
         "overhead": _ROW_SECONDS,
