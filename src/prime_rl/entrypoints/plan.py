@@ -138,8 +138,8 @@ def _lines(plan: "RunPlan", result: Mapping[str, Any]) -> Iterator[str]:
         tokens, seconds = trainer["tokens_per_step"], trainer["seconds_per_step"]
         yield f"  {trainer['tokens_per_second']:,.0f} tokens/s; {tokens:,.0f} tokens in {seconds:.2f} s"
         shares = {name: 100 * part / seconds for name, part in trainer["seconds"].items()}
-        yield f"  host memory of a node: {trainer['host_gib_per_node']:,.1f} GiB"
-        yield f"  time: {_parts(shares, '.0f', ' %')}"
+        yield f"  host memory of a node: {_number(trainer['host_gib_per_node'])} GiB"
+        yield f"  time: {', '.join(f'{name} {share:.0f} %' for name, share in shares.items() if share >= 0.5)}"
     if (inference := result.get("inference")) is not None:
         yield f"\ninference on {inference['gpus']} GPU(s): {inference['memory_gib']:.1f} GiB"
         yield f"  GiB: {_parts(inference['memory_parts_gib'])}"
@@ -149,18 +149,19 @@ def _lines(plan: "RunPlan", result: Mapping[str, Any]) -> Iterator[str]:
             f"{inference['seconds_longest_rollout']:.1f} s"
         )
     if (step := result.get("step")) is not None:
-        what = {"train": "the trainer", "sample": "sampling"}[step["limited_by"]]
+        what = {"train": "the trainer", "sample": "sampling"}.get(step["limited_by"], "the longest rollouts")
         yield f"\nstep: {step['seconds']:.1f} s at async_level {plan.asynchronous}, limited by {what}"
         if (best := step.get("best_division")) is not None:
             yield (
                 f"  best division: {best['inference']} GPU(s) for inference and {best['trainer']} for the trainer, "
                 f"{best['seconds']:.1f} s"
             )
-    if (version := result.get("version")) is not None:
+    if "version" in result:
+        shown = {name: _number(value) for name, value in result["version"].items()}
         yield (
-            f"\nversion: {version['full_gb']:.3g} GB in full ({version['full_seconds']:.2g} s over the network), "
-            f"{version['delta_gb']:.2g} GB as a delta ({version['delta_seconds']:.2g} s); weights/ "
-            f"{version['weights_folder_gb']:.3g} GB, a checkpoint {version['checkpoint_gb']:.3g} GB"
+            f"\nversion: {shown['full_gb']} GB in full ({shown['full_seconds']} s over the network), "
+            f"{shown['delta_gb']} GB as a delta ({shown['delta_seconds']} s); weights/ "
+            f"{shown['weights_folder_gb']} GB, a checkpoint {shown['checkpoint_gb']} GB"
         )
     if (cost := result.get("cost")) is not None:
         yield "\ncost: " + ", ".join(f"{value:,.2f} {name.replace('_', ' ')}" for name, value in cost.items())
@@ -174,9 +175,13 @@ def _lines(plan: "RunPlan", result: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {change['change']}: {effects}"
 
 
-def _parts(parts: Mapping[str, float], form: str = ",.1f", unit: str = "") -> str:
-    shown = {name.replace("_", " "): format(part, form) for name, part in parts.items()}
-    return ", ".join(f"{name} {part}{unit}" for name, part in shown.items() if part.strip("-0."))
+def _parts(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_number(part)}" for name, part in parts.items() if part)
+
+
+def _number(value: float) -> str:
+    """Format with three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _published_errors() -> dict[str, Any]:

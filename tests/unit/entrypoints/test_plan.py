@@ -4,12 +4,14 @@ import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from prime_rl.configs.rl import RLConfig
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.entrypoints import plan
+from prime_rl.supervisor import launch
 from prime_rl.supervisor.planning import gpu_table, plan_changes
 from prime_rl.supervisor.planning.gpu_table import find_gpu, parse_gpus
 from prime_rl.supervisor.planning.model_shape import load_shape
@@ -29,13 +31,12 @@ OTHER_FIGURES = (  # of the same source, and not used for the constants
 @pytest.mark.parametrize(("figures", "expected"), [(FIGURES, (17, 16, 15)), (OTHER_FIGURES, (6, 6, 6))])
 def test_plan_is_near_published_figures(figures, expected):
     """15 of the 19 rows, in memory and speed; rows 10, 16, 17 and 19 were measured with other code (see the module)."""
-    near = [(abs(memory) <= MEMORY_TOLERANCE, abs(speed) <= SPEED_TOLERANCE) for memory, speed in map(errors, figures)]
+    near = [
+        (abs(memory) <= MEMORY_TOLERANCE, abs(speed) <= SPEED_TOLERANCE)
+        for memory, speed in (figure.errors for figure in figures)
+    ]
     found = sum(m for m, _ in near), sum(s for _, s in near), sum(all(both) for both in near)
     assert all(a >= b for a, b in zip(found, expected, strict=True)), found
-
-
-def errors(figure):
-    return figure.errors
 
 
 def run(capsys, line):
@@ -149,13 +150,32 @@ def test_gpus_are_recognized_by_their_drivers_names():
     assert parse_gpus("512xb200") == (512, gpu_table.GPUS["B200"])
 
 
-def test_rl_warns_if_the_plan_does_not_fit_its_gpus(monkeypatch):
+@pytest.fixture
+def rtx4090(monkeypatch):
     output = SimpleNamespace(stdout="NVIDIA GeForce RTX 4090, 24564\n")
     monkeypatch.setattr(gpu_table.shutil, "which", lambda name: name)
     monkeypatch.setattr(gpu_table.subprocess, "run", lambda *_, **__: output)
+
+
+def test_only_a_plan_that_does_not_fit_this_machine_is_a_warning(rtx4090):
     line = ["--model.name", "Qwen/Qwen3-4B", "--inference"]
     warning = plan_changes.warning_for(RLConfig.load(line))
     assert "the trainer needs" in warning and "RTX4090" in warning and "--trainer.model" in warning
-    assert plan_changes.warning_for(RLConfig.load(["--model.name", "Qwen/Qwen3-0.6B", "--trainer.model.ac"])) is None
-    assert plan_changes.warning_for(RLConfig.load(["--model.name", "an/unknown-model", *line[2:]])) is None
-    assert plan_changes.warning_for(RLConfig.load([*line, "--trainer.device", "cpu"])) is None
+    for keys in (
+        ["--model.name", "Qwen/Qwen3-0.6B", "--trainer.model.ac"],
+        ["--model.name", "an/unknown-model"],
+        [*line, "--trainer.device", "cpu"],
+    ):
+        assert plan_changes.warning_for(RLConfig.load(keys)) is None
+
+
+def test_rl_prints_the_warning_at_its_start(rtx4090, tmp_path, monkeypatch, capsys):
+    for name in ("check_before_start", "check_on_hub", "clear_run_directory", "packages_unlike_the_lock"):
+        monkeypatch.setattr(launch, name, lambda *_: None)
+    monkeypatch.setattr(launch, "identify_all", lambda run, *_: run)
+    monkeypatch.setattr(launch, "visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(launch, "unreachable_servers", Mock(side_effect=RunError("the rest is not tried")))
+    config = RLConfig.load(["--model.name", "Qwen/Qwen3-4B", "--output-dir", str(tmp_path)])
+    with pytest.raises(RunError, match="the rest"):
+        launch.run(config, Mock(run=Mock(return_value=1)))
+    assert "warning: by the estimate of `plan`, the trainer needs" in capsys.readouterr().out

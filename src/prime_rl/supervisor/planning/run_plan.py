@@ -105,7 +105,7 @@ def make_plan(config: RLConfig | SFTConfig, request: PlanRequest) -> RunPlan:
     fake, row = config.trainer.data.fake, config.trainer.model.seq_len
     longest = min(orchestrator.sampling.max_tokens or orchestrator.seq_len, orchestrator.seq_len)
     prompt = request.prompt_tokens or min(_PROMPT_TOKENS, orchestrator.seq_len / 4)
-    most = min(longest, orchestrator.seq_len - prompt)
+    most = max(1.0, min(longest, orchestrator.seq_len - prompt))
     completion = request.completion_tokens or most / 2
     sample = min(prompt + completion, orchestrator.seq_len)
     batch = sum(one.batch_size for one in config.orchestrators.values())
@@ -274,7 +274,7 @@ def is_valid(plan: RunPlan) -> bool:
 
 def tokens_per_second(job: TrainerJob) -> float:
     """Return the tokens that all ranks train on in a second."""
-    return job.rows * job.row_tokens * job.data_ranks / sum(trainer_seconds(job).values())
+    return job.tokens / sum(trainer_seconds(job).values())
 
 
 def step_times(plan: RunPlan) -> dict[str, float]:
@@ -328,7 +328,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "parameters": job.shape.parameters,
             "trained_parameters": job.trained,
             "tokens_per_second": tokens_per_second(job),
-            "tokens_per_step": job.rows * job.row_tokens * job.data_ranks,
+            "tokens_per_step": job.tokens,
             "seconds_per_step": times["train"],
             "seconds": seconds,
         }
@@ -346,7 +346,9 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "seconds_longest_rollout": times["longest rollout"],
         }
     if plan.trainer is not None and plan.inference is not None:
-        result["step"] = {"seconds": times["step"], "limited_by": max(("train", "sample"), key=times.__getitem__)}
+        limits = {name: times[name] for name in ("train", "sample")}
+        limits["longest rollout"] = times["longest rollout"] / (plan.asynchronous + 1)
+        result["step"] = {"seconds": times["step"], "limited_by": max(limits, key=limits.__getitem__)}
         if (best := best_division(plan)) is not None:
             result["step"]["best_division"] = dict(zip(("inference", "trainer", "seconds"), best, strict=True))
     if plan.price is not None:
@@ -376,8 +378,7 @@ def _cost(plan: RunPlan, times: Mapping[str, float]) -> dict[str, float]:
     step = plan.price * plan.num_gpus * seconds / 3600
     cost = {"per_step": step, "per_hour": plan.price * plan.num_gpus}
     if plan.trainer is not None:
-        trained = plan.trainer.rows * plan.trainer.row_tokens * plan.trainer.data_ranks
-        cost["per_million_trained_tokens"] = step / trained * 1e6
+        cost["per_million_trained_tokens"] = step / plan.trainer.tokens * 1e6
     if plan.max_steps is not None:
         cost["run"] = step * plan.max_steps
         cost["run_hours"] = seconds * plan.max_steps / 3600

@@ -134,9 +134,14 @@ class TrainerJob:
         return self.own_parameters if self.model.lora is None else self.trained / self.shards
 
     @property
+    def tokens(self) -> float:
+        """Tokens of a step."""
+        return self.step_tokens or self.row_tokens * self.data_ranks
+
+    @property
     def rows(self) -> float:
-        """Rows of a group of ranks in a step."""
-        return max(1.0, (self.step_tokens or 0) / self.row_tokens / self.data_ranks)
+        """Rows of a group of ranks in a step; with few tokens the only one is not full."""
+        return max(1.0, self.tokens / self.row_tokens / self.data_ranks)
 
 
 def state_bytes(optim: OptimConfig, shape: ModelShape, is_lora: bool) -> float:
@@ -234,7 +239,8 @@ def _head_bytes(job: TrainerJob) -> float:
 
 def trainer_seconds(job: TrainerJob) -> dict[str, float]:
     """Return the seconds of a step by part; ValueError as `data_ranks`."""
-    model, shape, gpu, tokens = job.model, job.shape, job.gpu, job.row_tokens / job.cp
+    model, shape, gpu = job.model, job.shape, job.gpu
+    tokens = job.tokens / job.rows / job.data_ranks / job.cp  # of a row
     recomputed = 1 / model.ac.freq if model.ac is not None and model.ac.mode == "full" else 0.0
     backward = 1 if model.lora is not None else 2
     forward = shape.cost.body / 3 * tokens / model.tp
@@ -242,7 +248,7 @@ def trainer_seconds(job: TrainerJob) -> dict[str, float]:
     extra = recomputed + job.has_reference  # forward passes
     products = forward * (1 + backward + extra)
     products += head * (1 + backward + job.has_reference + (0 if job.upstream and job.is_sft else 1))
-    scores = _score_flops(job) / (job.cp * model.tp) * (3.5 + extra)
+    scores = _score_flops(job) * tokens / model.tp * (3.5 + extra)
     bandwidth = _BANDWIDTH * gpu.bandwidth
     per_pass = _EAGER_PASS if model.compile is None else _PASS
     touched = per_pass * job.element * sum(block.products for block in shape.blocks) * tokens / model.tp
@@ -273,10 +279,10 @@ def trainer_seconds(job: TrainerJob) -> dict[str, float]:
 
 
 def _score_flops(job: TrainerJob) -> float:
-    """FLOPs of the forward pass for pairs of tokens in a row."""
+    """FLOPs per token of the forward pass for pairs of tokens."""
     cost, length = job.shape.cost, max(1, round(job.sample_tokens))
     pairs = float(cost(np.array([length]), np.array([0]))[0]) - cost.body * length
-    return pairs / 3 * job.row_tokens / length
+    return pairs / 3 / length
 
 
 def communication_seconds(job: TrainerJob) -> float:
