@@ -195,9 +195,9 @@ def _published_errors() -> dict[str, Any]:
     ]
     middle = [median(map(abs, errors)) for errors in (memory, speed)]
     statement = (
-        f"error against {len(FIGURES)} published figures of upstream's trainer (`plan --published`): memory within "
-        f"{MEMORY_TOLERANCE:.0%} on {near[0]}, median {middle[0]:.1%}; tokens/s within {SPEED_TOLERANCE:.0%} on "
-        f"{near[1]}, median {middle[1]:.1%}. Inference is not calibrated."
+        f"error against {len(FIGURES)} published figures of upstream's trainer (`--published`; `--upstream` plans it): "
+        f"memory within {MEMORY_TOLERANCE:.0%} on {near[0]}, median {middle[0]:.1%}; tokens/s within "
+        f"{SPEED_TOLERANCE:.0%} on {near[1]}, median {middle[1]:.1%}. Inference is not calibrated."
     )
     return {"memory_within": near[0], "speed_within": near[1], "rows": len(FIGURES), "statement": statement}
 
