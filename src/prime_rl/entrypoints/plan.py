@@ -17,6 +17,8 @@ _DESCRIPTION = """\
 Compute memory, tokens per second, disk, network and cost of a run from its configuration. Exit code 2: it does not fit.
 
 All keys and files of `uv run rl` may follow, with --role sft those of `uv run sft`."""
+_ANY_DEGREE = 2**10 * 3**2 * 5 * 7 * 11 * 13
+"""A number of ranks that every usual degree of parallelism divides."""
 _ROLES = ("all", "trainer", "inference", "sft")
 
 _UNITS = {
@@ -106,9 +108,9 @@ def _read(arguments: argparse.Namespace, rest: list[str]) -> tuple[Any, Any]:
 
 
 def _gpu_keys(count: int, role: str, rest: list[str]) -> list[str]:
-    """Return keys for so many GPUs: half for each, if the configuration does not divide GPUs itself.
+    """Return keys for so many GPUs; of a server's, half, if the configuration does not divide GPUs itself.
 
-    The degrees of parallelism are checked against the ranks; which of them there are is decided later.
+    The degrees of parallelism are checked when it is known how many of the GPUs train.
     """
     from prime_rl.configs.loading.sources import CommandLine, read_environment
     from prime_rl.configs.rl import RLConfig
@@ -116,11 +118,14 @@ def _gpu_keys(count: int, role: str, rest: list[str]) -> list[str]:
     line = CommandLine(RLConfig, rest)
     given = {one.path[0] for source in (read_environment(RLConfig), *line.files, line.flags) for one in source}
     divides = given & {"inference_gpu_ids", "trainer_gpu_ids", "inference_gpus", "trainer_gpus", "nodes", "slurm"}
+    keys = ["--trainer-ranks", str(_ANY_DEGREE)]
     served = count if role == "inference" else count // 2
     if divides or role == "trainer" or "inference" not in given or not served:
-        return ["--trainer-ranks", str(count)]
+        return keys
+    if role == "inference":
+        return [*keys, "--inference-gpus", str(served)]
     served = served // 8 * 8 if served >= 8 else 1 << served.bit_length() - 1
-    return ["--inference-gpus", str(served), "--trainer-gpus", str(count - served), "--trainer-ranks", str(count)]
+    return [*keys, "--inference-gpus", str(served), "--trainer-gpus", str(count - served)]
 
 
 def _lines(plan: "RunPlan", result: Mapping[str, Any]) -> Iterator[str]:

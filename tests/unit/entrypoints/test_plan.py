@@ -84,6 +84,7 @@ def test_largest_run_is_planned(capsys):
         ("--model.name Qwen3-4B --seq-len 16384 --role trainer", "1xH100"),
         ("--model.name Qwen3-0.6B --seq-len 65536 --role trainer", "1xRTX4090"),
         ("--model.name Qwen3-30B-A3B --seq-len 8192 --role trainer --trainer.model.ac", "2xH100"),
+        ("--model.name Qwen3-32B --role inference --inference.parallel.tp 1", "8xRTX4090"),
     ],
 )
 def test_change_that_is_printed_makes_the_plan_fit(line, gpus, capsys):
@@ -119,7 +120,8 @@ def test_text_names_parts_error_and_changes(capsys):
         ("--gpus 1xH100 --model.name Qwen/Qwen3-99B", ["qwen3-"]),
         ("--gpus 1xH100 --price 0", ["--price 0"]),
         ("--gpus 1xH100 --trainer.model.tpp 2", ["--trainer.model.tpp"]),
-        ("--gpus 6xH100 --role trainer --trainer.model.cp 4", ["6"]),
+        ("--gpus 6xH100 --role trainer --trainer.model.cp 4", ["6 GPUs", "model.cp 4"]),
+        ("--gpus 3xH100 --trainer.model.tp 3", ["trainer.model.tp = 3"]),
     ],
 )
 def test_bad_input_is_refused_in_one_line(line, named):

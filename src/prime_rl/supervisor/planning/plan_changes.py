@@ -33,7 +33,7 @@ _SETTING, _GPUS, _TRAINING = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the settings, as the user types it; of several with the same topic the last counts."""
+    """A change of the settings, as the user types it; of several with the same topic one counts."""
 
     text: str
     apply: Callable[[RunPlan], RunPlan]
@@ -44,7 +44,7 @@ class Change:
 def find_changes(plan: RunPlan) -> list[dict[str, Any]]:
     """Return the changes that make what does not fit fit, with memory and speed then; [] if it fits.
 
-    For each process: those that suffice alone, the cheapest first; if none does, some together.
+    For each process: of each topic the first that suffices alone, the cheapest first; if none does, some together.
     """
     found = list[dict[str, Any]]()
     parts: list[tuple[RunPlan, Sequence[Change]]] = []
@@ -57,7 +57,7 @@ def find_changes(plan: RunPlan) -> list[dict[str, Any]]:
         if not problems(part):
             continue
         single = [change for change in changes if _fits([change], part)]
-        choices = [[change] for change in single]
+        choices = [*{change.topic or change.text: [change] for change in reversed(single)}.values()]
         if not single:  # with offloading of weights and optimizer, and without
             on_device = [change for change in changes if change.topic != "offload"]
             choices = [_fewest_together(part, some) for some in (changes, on_device)]

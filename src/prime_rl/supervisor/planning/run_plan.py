@@ -99,6 +99,12 @@ def make_plan(config: RLConfig | SFTConfig, request: PlanRequest) -> RunPlan:
         return _plan_sft(config, request)
     orchestrator, server = next(iter(config.orchestrators.values())), config.inference or InferenceConfig()
     shape = load_shape(config.trainer.model.name)
+    degrees = {"trainer.model.tp": config.trainer.model.tp, "inference.parallel.tp": server.parallel.tp}
+    for key, degree in degrees.items():
+        if any(block.query % degree for block in shape.blocks):
+            raise ConfigError(
+                f"{key} = {degree} does not divide the attention heads of {shape.name}; use a power of two"
+            )
     inference_gpus, trainer_gpus, shares = divide_gpus(config, request)
     if shares and not {*config.inference_gpu_ids} & {*config.trainer_gpu_ids}:  # on the only GPU, as `rl` sets it
         server = server.model_copy(update={"gpu_memory_utilization": _SHARED_GPU})
