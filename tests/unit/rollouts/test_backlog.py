@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from aiohttp import web
 
-from prime_rl.rollouts.separate.taskset_adapter import _lengthen_backlog
+from prime_rl.rollouts.separate.interception import lengthen_backlog
 
 
 async def test_connections_wait_for_a_busy_event_loop():
@@ -15,7 +15,7 @@ async def test_connections_wait_for_a_busy_event_loop():
     await site.start()
     address = site._server.sockets[0].getsockname()
     try:
-        _lengthen_backlog(SimpleNamespace(runner=runner))
+        lengthen_backlog(SimpleNamespace(runner=runner))
         connections = [socket.create_connection(address, timeout=0.5) for _ in range(300)]  # the loop accepts none
         for connection in connections:
             connection.close()

@@ -22,7 +22,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError
-from prime_rl.entrypoints.delivery.policy_export import ExportForm, export_policy
+from prime_rl.entrypoints.delivery.policy_export import ExportForm, export_policy, model_config
 from prime_rl.liveness import heartbeat_writer
 from prime_rl.storage import checkpoint_artifacts
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
@@ -35,7 +35,6 @@ from prime_rl.storage.wait_for import DeadlineError, start_daemon_future
 from prime_rl.trainer import process_setup
 from prime_rl.trainer.checkpoints.checkpointer import Checkpointer, changed_settings, check_settings
 from prime_rl.trainer.checkpoints.trainer_state import TensorReader, restore_rng, rng_tensors, seed_rng
-from prime_rl.trainer.export import model_config
 from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.weights.policy_loading import make_policy
 from tests.support.tiny_model import make_tiny_model
@@ -61,7 +60,7 @@ def runs(tmp_path_factory):
 def export(monkeypatch):
     """Export in this process, which keeps its settings."""
     monkeypatch.setattr(process_setup, "limit_process", lambda: None)
-    monkeypatch.setattr("prime_rl.trainer.export.set_up_logging", lambda *_: None)
+    monkeypatch.setattr("prime_rl.entrypoints.delivery.policy_export.set_up_logging", lambda *_: None)
     return lambda checkpoint, target, **form: export_policy(checkpoint, target, form=ExportForm(**form))
 
 

@@ -15,11 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from prime_rl.configs.base_model import TokenizerConfig
+from prime_rl.configs.logging import LogConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError, translate_error, unwritable
+from prime_rl.core.logs import set_up_logging
 from prime_rl.core.types import PolicyVersion
 from prime_rl.entrypoints.delivery.model_card import CARD, write_card
 from prime_rl.storage.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, fsync, read_manifest
-from prime_rl.storage.checkpoint_artifacts import COMMITTED, PART_FORMAT, TRAINER, find_checkpoints, read_commit
+from prime_rl.storage.checkpoint_artifacts import (
+    COMMITTED,
+    PART_FORMAT,
+    TRAINER,
+    check_hashes,
+    find_checkpoints,
+    read_commit,
+)
 from prime_rl.storage.delta.chain import chain_of, rebuild
 from prime_rl.storage.file_locks import check_run_format
 from prime_rl.storage.model_files import find_model
@@ -30,6 +43,9 @@ from prime_rl.storage.weights.weight_retention import hold_version
 ADAPTER_CONFIG = "adapter_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 _DOWNLOAD_SECONDS = 3600.0
+# The settings that define the model. Others (ranks, kernels, memory) stay at their defaults, since many of them are not
+# supported by one process on a CPU.
+_MODEL_KEYS = ("name", "revision", "trust_remote_code", "dtype", "lora", "debug")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +162,7 @@ def find_policy(place: Path, step: int | None = None, form: ExportForm = ExportF
 def write_policy(source: PolicySource, directory: Path, form: ExportForm = ExportForm()) -> None:
     """Write a version to the new `directory`, with a manifest unless an adapter was merged. Raises ArtifactError."""
     if source.is_checkpoint:
-        from prime_rl.trainer.export import export_checkpoint  # imports torch, which takes seconds
-
-        export_checkpoint(source.directory, directory, source.version, source.manifest, form.dtype, form.model,
-                          form.adapter)  # fmt: skip
+        _export_checkpoint(source, directory, form)
         return
     with hold_policy(source.directory) as (full, *deltas):
         if not (full / ADAPTER_CONFIG).is_file():
@@ -221,3 +234,58 @@ def _absence(paths: RunPaths, step: int | None, steps: list[int], reasons: list[
         f"{paths.root} has {wanted}: a run keeps its newest weights/, and what --ckpt saves; available steps: "
         f"{', '.join(map(str, steps)) or 'none'}"
     )
+
+
+def _export_checkpoint(source: PolicySource, target: Path, form: ExportForm) -> None:
+    """Load the weights of a checkpoint and publish them as files, in one process on the CPU.
+
+    Writes model, tokenizer and manifest to the new `target`. The hashes of the checkpoint's files are checked. The
+    weights of the base model are read only for adapters.
+
+    Raises:
+        ConfigError: another version of the program wrote the checkpoint.
+        RunError: the checkpoint is damaged, or the disk is full.
+    """
+    import torch  # takes seconds
+
+    from prime_rl.trainer.checkpoints.trainer_state import load_model_and_optimizer
+    from prime_rl.trainer.fsdp import compute_dtype
+    from prime_rl.trainer.model.policy_model import load_tokenizer
+    from prime_rl.trainer.parallel.process_group import join_world
+    from prime_rl.trainer.process_setup import limit_process
+    from prime_rl.trainer.weight_sync.publisher import Publisher
+    from prime_rl.trainer.weights.policy_loading import make_policy
+
+    set_up_logging("warning", LogConfig().utc)
+    limit_process()
+    part = source.directory / TRAINER
+    check_hashes(part)
+    config = model_config(source.manifest, form.model, form.adapter)
+    settings = source.settings
+    published = settings.get("weights_dtype", settings.get("weight_broadcast", {}).get("dtype", "auto"))
+    written = compute_dtype(form.dtype or published, torch.device(source.manifest["device"]))
+    with join_world("cpu", 60) as world:
+        policy = make_policy(config, settings["seed"], world)
+        load_model_and_optimizer(part, policy, None)
+        tokenizer = load_tokenizer(TokenizerConfig(**settings["tokenizer"]), config)
+        Publisher(policy, tokenizer, written, world).publish(target, source.version)
+
+
+def model_config(manifest: Mapping[str, Any], model: str | None, adapter: bool) -> TrainerModelConfig:
+    """Return the configuration of a checkpoint's model, for one process on a CPU.
+
+    Raises:
+        ConfigError: another version of the program wrote the checkpoint.
+    """
+    settings = manifest["config"]["model"]
+    saved: dict[str, Any] = {key: settings[key] for key in _MODEL_KEYS if key in settings}
+    if model is not None:
+        saved |= {"name": model, "revision": None}
+    saved |= {"seq_len": 1, "max_model_len": 1}  # no forward pass runs, so lengths do not matter
+    if saved.get("lora"):
+        on_cuda = manifest["device"] == "cuda" and saved["dtype"] == "auto"
+        kept = "bfloat16" if on_cuda and saved["lora"]["base_dtype"] == "auto" else saved["lora"]["base_dtype"]
+        saved["lora"] = {**saved["lora"], "base_dtype": kept, "publish": "adapter" if adapter else "merged"}
+    problem = "the checkpoint's model settings were written by another version"
+    with translate_error(ValidationError, lambda error: ConfigError(f"{problem}: {error.errors()[0]}")):
+        return TrainerModelConfig(**saved)

@@ -5,6 +5,8 @@ reply.
 """
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,9 @@ from .values import CONTEXT_OVERFLOW
 
 _HEADERS_SECONDS = 2.0
 """Time in which a failed request for a stream is answered with its status; later ones fail within the stream."""
+
+_BACKLOG = 4096
+"""Connections that wait until the event loop accepts them; the kernel may limit them (net.core.somaxconn)."""
 
 Ask = Callable[[int, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 """Answers the body of a chat completion of an agent of an episode. Raises ValueError if it does not."""
@@ -194,6 +199,14 @@ def refuse_malformed(server: Any) -> None:
         return web.json_response({"type": "error", "error": error_body}, status=status)
 
     server.request_handler = answer
+
+
+def lengthen_backlog(server: Any) -> None:
+    """Let hundreds of agents connect to verifiers' server at once; beyond aiohttp's 128, connections are reset."""
+    for site in server.runner.sites:
+        for listener in site._server.sockets:
+            with socket.socket(fileno=os.dup(listener.fileno())) as same:
+                same.listen(_BACKLOG)
 
 
 def _chat_body(api: AgentApi, body: dict[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,7 @@ import builtins
 import functools
 import inspect
 import itertools
-import os
 import re
-import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, ContextVar
@@ -30,7 +28,7 @@ from verifiers.v1.utils.loaders import (
 from verifiers.v1.utils.retries import run_episode_with_retry
 
 from .agent_runtime import Box, RemoteBox, SandboxRuntimeConfig, add_sandbox
-from .interception import Ask, CountTokens, InterceptionClient, OpenTrace, refuse_malformed
+from .interception import Ask, CountTokens, InterceptionClient, OpenTrace, lengthen_backlog, refuse_malformed
 from .v1_harnesses import (
     COMMAND_HARNESS_ID,
     CONNECTIONS,
@@ -58,9 +56,6 @@ from .values import (
 
 _MAX_TASKS = 500_000
 """Of a taskset that does not say that it is infinite."""
-
-_BACKLOG = 4096
-"""Connections that wait until the event loop accepts them; the kernel may limit them (net.core.somaxconn)."""
 
 _MODEL = vf.ModelContext(
     model="policy", client=vf.EvalClientConfig(base_url="http://policy.invalid", api_key_var="PRIME_RL_NO_KEY")
@@ -225,7 +220,7 @@ class TasksetAdapter:
                 self._connections = session
                 # The server looks up clients here before it creates one, so it uses ours.
                 self.env._interception.clients[_MODEL.client.model_dump_json()] = self.client
-                _lengthen_backlog(self.env._interception)
+                lengthen_backlog(self.env._interception)
                 refuse_malformed(self.env._interception.runner.server)
                 ready.set_result(None)
                 await asyncio.Event().wait()
@@ -363,11 +358,8 @@ vf.Task.hooks = _hooks_of_episode  # also of tasks that an environment makes dur
 
 def _contained(function: Callable[..., Any], scoring: _Scoring) -> Callable[..., Any]:
     """Return a reward function whose failure counts as 0, says how to reach that, or, at weight 0, is a warning."""
-    name, weight, parameters = (
-        function.__name__,
-        getattr(function, "_vf_weight", 1.0),
-        inspect.signature(function).parameters,
-    )
+    name, weight = function.__name__, getattr(function, "_vf_weight", 1.0)
+    parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
     async def contained(*, trace: Any, **others: Any) -> Any:
@@ -400,14 +392,6 @@ def _contained(function: Callable[..., Any], scoring: _Scoring) -> Callable[...,
     trace = inspect.Parameter("trace", inspect.Parameter.KEYWORD_ONLY)
     contained.__signature__ = inspect.Signature([*keyword, trace])  # type: ignore[attr-defined]
     return contained
-
-
-def _lengthen_backlog(server: Any) -> None:
-    """Let hundreds of agents connect to verifiers' server at once; beyond aiohttp's 128, connections are reset."""
-    for site in server.runner.sites:
-        for listener in site._server.sockets:
-            with socket.socket(fileno=os.dup(listener.fileno())) as same:
-                same.listen(_BACKLOG)
 
 
 def _is_infrastructure(error: Any) -> bool:
