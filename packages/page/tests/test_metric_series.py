@@ -39,7 +39,7 @@ def test_metrics_of_a_rollback_replace_the_repeated_steps(tmp_path):
     file = MetricFile(paths, "trainer")
     file.refresh()
     write(tmp_path, "trainer", [{"step": 2, "loss": 20}, {"step": 3, "loss": 30}])
-    assert file.refresh() is False
+    file.refresh()
     assert file.series["loss"].steps.tolist() == [0, 1, 2, 3]
     assert file.series["loss"].values.tolist() == [0, 1, 20, 30]
 
@@ -73,7 +73,7 @@ def test_metrics_replaced_file_discards_the_old_values(tmp_path):
     write(tmp_path, "trainer", [{"step": 0, "entropy": 2}])
     paths.metrics("trainer").rename(tmp_path / "kept")  # another inode, even if the file system reuses numbers
     write(tmp_path, "trainer", [{"step": 0, "entropy": 2}])
-    assert file.refresh() is True
+    file.refresh()
     assert set(file.series) == {"entropy"}
 
 

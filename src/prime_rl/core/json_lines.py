@@ -1,7 +1,7 @@
 """Reads files of JSON lines that other processes append to, by byte offset. Nothing in them can raise."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,17 @@ class JsonLinesFile:
             objects = list(_objects(lines))
             self.num_damaged += sum(bool(line.strip()) for line in lines) - len(objects)
         return objects
+
+    def follow(self, on_replaced: Callable[[], object]) -> Iterator[dict[str, Any]]:
+        """Yield all new objects; `on_replaced` is called before those of a file that has replaced the earlier one."""
+        while True:
+            replaced = self.num_replaced
+            rows = self.read()
+            if self.num_replaced != replaced:
+                on_replaced()
+            if not rows:
+                return
+            yield from rows
 
     def read_lines(self, max_bytes: int = 2**22) -> list[bytes]:
         """Return new complete lines as `read` does, without decoding them."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from prime_rl_page.run_data.run_health import first_problem
 from prime_rl_page.run_data.run_view import RunView
-from prime_rl_page.run_data.sample_index import conversation_text
+from prime_rl_page.run_data.sample_index import conversation_text, preview
 
 BUDGET_BYTES = 5_000_000
 """Largest size of a report; as many rollouts as fit are included."""
@@ -112,10 +112,8 @@ def report_answers(run: RunView, budget_bytes: int) -> dict[str, Any]:
 
 def _row(detail: dict[str, Any]) -> dict[str, Any]:
     keys = ("step", "group", "rollout", "env", "example", "reward", "advantage", "is_truncated", "staleness")
-    text = conversation_text(detail)
-    last = detail["messages"][-1]["content"] if detail["messages"] else ""
     row = {key: detail[key] for key in (*keys, "min_version", "max_version")}
-    return {**row, "preview": " ".join(last[:320].split())[:160], "search": text[:20_000].lower()}
+    return {**row, "preview": preview(detail), "search": conversation_text(detail)[:20_000].lower()}
 
 
 def _choose_rollouts(run: RunView) -> Iterator[tuple[int, int, int]]:

@@ -51,27 +51,16 @@ class MetricFile:
         self._old_names: dict[str, str | None] = {}
         self._kept: dict[tuple[str, ...], tuple[str, ...]] = {}
 
-    def refresh(self) -> bool:
-        """Read the new lines. Return whether earlier values were discarded because the file was replaced."""
-        discarded = False
-        while True:
-            replaced = self.file.num_replaced
-            rows = self.file.read()
-            if self.file.num_replaced != replaced:
-                self.series, discarded = {}, True
-            if not rows:
-                return discarded
-            for row in rows:
-                self._add(row)
-
-    def _add(self, row: Mapping[str, Any]) -> None:
-        step, time, series = row.get("step"), row.get("time"), self.series
-        if _is_number(step):
-            seconds = time if _is_number(time) else math.nan
-            for name, value in self.select(row):
-                if (found := series.get(name)) is None:
-                    found = series[name] = Series()
-                found.append(step, seconds, value)
+    def refresh(self) -> None:
+        """Read the new lines. A replaced file discards the earlier values."""
+        series = self.series
+        for row in self.file.follow(series.clear):
+            if is_number(step := row.get("step")):
+                seconds = time if is_number(time := row.get("time")) else math.nan
+                for name, value in self.select(row):
+                    if (found := series.get(name)) is None:
+                        found = series[name] = Series()
+                    found.append(step, seconds, value)
 
     def select(self, row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         """Return the metrics of a line that have a value; deprecated aliases are left out."""
@@ -81,7 +70,7 @@ class MetricFile:
             kept = tuple(name for name in names if name not in _NOT_METRICS and name not in repeated)
             self._kept = {names: kept} if len(self._kept) > _MAX_SHAPES else {**self._kept, names: kept}
         for name in kept:
-            if _is_number(value := row[name]):
+            if is_number(value := row[name]):
                 yield name, value
 
     def _old_name(self, name: str) -> str | None:
@@ -175,6 +164,6 @@ def decimated_series(series: Series, max_points: int) -> dict[str, list[float | 
     }
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
     """JSON has no subclasses of int and float besides bool, so the exact type is enough, and a third of the time."""
     return (type(value) is float or type(value) is int) and -_LARGEST < value < _LARGEST

@@ -3,6 +3,7 @@
 `SampleIndex` is of samples/step_n.jsonl, `EvaluationIndex` of evals/, where a line is an example with its rollouts.
 """
 
+import math
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -27,6 +28,7 @@ _ENTRY = np.dtype(
     ]
 )  # fmt: skip
 _MAX_ENVS = 1000
+_PREVIEW_CHARACTERS = 160
 _NUM_WATCHED = 2
 """Newest files that may still grow."""
 ORDERS = {"step": "step", "reward": "reward", "advantage": "advantage", "staleness": "min_version"}
@@ -158,12 +160,7 @@ class SampleIndex:
         """Read the line of a rollout; None if it is gone or damaged."""
         with suppress(OSError), self._path(int(entry["step"])).open("rb") as file:
             file.seek(int(entry["offset"]))
-            data = file.read(int(entry["length"]))
-            if len(data) <= 2**22:
-                return decode_object(data)
-            with suppress(msgspec.MsgspecError, RecursionError):
-                row = msgspec.json.decode(data)
-                return row if isinstance(row, dict) else None
+            return decode_object(file.read(int(entry["length"])), math.inf)
         return None
 
     def entries(self) -> NDArray[np.void]:
@@ -290,10 +287,10 @@ def conversation_text(row: dict[str, Any]) -> str:
     return "\n".join(content for content in _contents(row))
 
 
-def preview(row: dict[str, Any] | None, length: int = 160) -> str:
+def preview(row: dict[str, Any] | None) -> str:
     """The beginning of the last message."""
     contents = list(_contents(row)) if row is not None else []
-    return " ".join(contents[-1][: 2 * length].split())[:length] if contents else ""
+    return " ".join(contents[-1][: 2 * _PREVIEW_CHARACTERS].split())[:_PREVIEW_CHARACTERS] if contents else ""
 
 
 def _contents(row: dict[str, Any]) -> Iterator[str]:

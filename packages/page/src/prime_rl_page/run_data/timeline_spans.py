@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from prime_rl.core.json_lines import JsonLinesFile
 from prime_rl.liveness.heartbeat_monitor import ENDED, FAILED, HeartbeatRecord, read_heartbeats
 from prime_rl.storage.paths import RunPaths
+from prime_rl_page.run_data.metric_series import is_number
 
 _MAX_EVENTS = 500
+_EVENT_KEYS = ("time", "event", "name", "role", "code", "detail")
 _ROLE_ORDER = ("rl", "orchestrator", "inference", "engine", "trainer", "env")
 
 
@@ -34,17 +36,7 @@ class Lane:
 
     def refresh(self) -> None:
         """Read the new lines; lines without valid times are skipped."""
-        while True:
-            replaced = self.file.num_replaced
-            rows = self.file.read()
-            if self.file.num_replaced != replaced:
-                self._clear()
-            if not rows:
-                return
-            self._add(rows)
-
-    def _add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        for row in rows:
+        for row in self.file.follow(self._clear):
             start, end = _number(row.get("start")), _number(row.get("end"))
             if not (math.isfinite(start) and math.isfinite(end) and start <= end):
                 self.file.num_damaged += 1
@@ -167,11 +159,9 @@ class Timeline:
                 self.lanes[name] = Lane(name, JsonLinesFile(folder / f"{name}.jsonl"))
         for lane in self.lanes.values():
             lane.refresh()
-        replaced = self._events_file.num_replaced
-        rows = self._events_file.read()
-        if self._events_file.num_replaced != replaced:
-            self.events = []
-        self.events += [row for row in rows if math.isfinite(_number(row.get("time")))]
+        for row in self._events_file.follow(self.events.clear):
+            if math.isfinite(_number(row.get("time"))):
+                self.events.append(row)
 
     @property
     def num_spans(self) -> int:
@@ -205,11 +195,7 @@ class Timeline:
                 spans.append(span)
             lanes.append({"name": name, "spans": spans, **lane.totals(begin, end)})
         events = [
-            {
-                key: event.get(key)
-                for key in ("time", "event", "name", "role", "code", "detail")
-                if event.get(key) is not None
-            }
+            {key: event[key] for key in _EVENT_KEYS if event.get(key) is not None}
             for event in self.events
             if begin <= float(event["time"]) <= end
         ]
@@ -274,9 +260,7 @@ def _lane_order(name: str) -> tuple[int, str]:
 
 
 def _number(value: object) -> float:
-    if (type(value) is float or type(value) is int) and -1e300 < value < 1e300:
-        return float(value)
-    return math.nan
+    return float(value) if is_number(value) else math.nan
 
 
 def _array(values: array) -> NDArray[np.float64]:
