@@ -58,7 +58,8 @@ class Trace:
             return "reward too low"
         if not any(message["role"] == "assistant" for message in self.messages):
             return "no reply"
-        if any(message["role"] == "tool" for message in self.messages) and not any(map(_calls, self.messages)):
+        has_calls = any(message.get("tool_calls") for message in self.messages)
+        if any(message["role"] == "tool" for message in self.messages) and not has_calls:
             return "calls not recorded"  # samples/ of an earlier release have the text of tool calls only
         return None
 
@@ -74,10 +75,6 @@ class Trace:
         tools = {"tools": self.tools} if self.tools else {}
         origin = {"env": self.env, "example": self.example, "reward": self.reward}
         return msgspec.json.encode({"messages": self.messages, **tools, **origin}) + b"\n"
-
-
-def _calls(message: dict[str, Any]) -> object:
-    return message.get("tool_calls")
 
 
 def synthesize(config: SynthesizeConfig) -> Path:

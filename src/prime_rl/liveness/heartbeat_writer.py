@@ -11,7 +11,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 from prime_rl.core.entry_point import write_error_file
@@ -189,9 +189,7 @@ class HeartbeatWriter:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Write `failed` after an Exception; KeyboardInterrupt, SystemExit and cancellation count as `ended`."""
         if isinstance(error, Exception):
             is_expected = isinstance(error, ConfigError | RunError)

@@ -223,9 +223,6 @@ def _run_experts(experts: nn.Module, inner: Any, tokens: Tensor, expert_ids: Ten
         return inner(tokens, expert_ids[:, None], tokens.new_ones(len(tokens), 1))[:count]
 
 
-Forward = Callable[..., Any]
-
-
 def apply_tensor_parallel(causal_lm: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Shard the matrices of the blocks over the ranks of `mesh`, in place; parameters may be on the meta device.
 

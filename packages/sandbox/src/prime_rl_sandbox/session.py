@@ -16,7 +16,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 from prime_rl_sandbox import plain_values
@@ -131,9 +130,7 @@ class Session:
             raise SandboxError(f"the sandbox cannot open a session: {error}") from None
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         """End the session and all processes in it."""
         await self._streams.close()
         await self._context.__aexit__(None, None, None)

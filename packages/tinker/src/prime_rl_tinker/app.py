@@ -110,12 +110,9 @@ class Routes:
         body = requests.FutureBody.model_validate(await request.json())
         try:
             result = await self._service.result(body.request_id, _POLL_SECONDS)
-        except OperationError as error:
-            category = "user" if error.is_user_error else "server"
-            return JSONResponse({"error": str(error), "category": category})
-        except SamplingError as error:
-            category = "user" if 400 <= error.status < 500 else "server"
-            return JSONResponse({"error": str(error), "category": category})
+        except (OperationError, SamplingError) as error:
+            is_user_error = 400 <= error.status < 500 if isinstance(error, SamplingError) else error.is_user_error
+            return JSONResponse({"error": str(error), "category": "user" if is_user_error else "server"})
         if result is None:
             return JSONResponse({"type": "try_again", "request_id": body.request_id, "queue_state": "active"})
         if isinstance(result, bytes):

@@ -41,11 +41,10 @@ class CheckpointPath:
     def parse(cls, path: str) -> "CheckpointPath":
         """Parse a path. Raises UnknownPathError if it is malformed."""
         parts = path.removeprefix(_SCHEME).split("/")
-        if not path.startswith(_SCHEME) or len(parts) != 3:
+        is_path = path.startswith(_SCHEME) and len(parts) == 3
+        if not is_path or parts[1] not in _KINDS or not _MODEL.fullmatch(parts[0]):
             raise UnknownPathError(f"{path!r} is not tinker://<run>/<weights|sampler_weights>/<name>")
         model_id, kind, name = parts
-        if kind not in _KINDS or not _MODEL.fullmatch(model_id):
-            raise UnknownPathError(f"{path!r} is not tinker://<run>/<weights|sampler_weights>/<name>")
         return cls(model_id, kind, check_name(name))
 
 

@@ -41,7 +41,6 @@ from prime_rl.storage.tensor_hashes import content_hash, hash_tensors
 from prime_rl.storage.weights.weight_retention import hold_version
 
 ADAPTER_CONFIG = "adapter_config.json"
-DTYPES = ("float32", "bfloat16", "float16")
 _DOWNLOAD_SECONDS = 3600.0
 # The settings that define the model. Others (ranks, kernels, memory) stay at their defaults, since many of them are not
 # supported by one process on a CPU.

@@ -156,7 +156,8 @@ def choose_columns(
 def choose_grader(answers: Sequence[str]) -> tuple[str, str]:
     """Return a grader of the environment `dataset`, and the reason."""
     labels = {*answers}
-    if all(_NUMBER.fullmatch(text) and any(map(str.isdigit, text)) for text in map(_after_hashes, answers)):
+    ends = [answer.rpartition("####")[2].strip() for answer in answers]  # as in GSM8K
+    if all(_NUMBER.fullmatch(text) and any(map(str.isdigit, text)) for text in ends):
         return "number", "all answers are numbers"
     if labels <= {*LETTERS}:
         return "letter", "all answers are letters of choices"
@@ -172,10 +173,6 @@ def choose_grader(answers: Sequence[str]) -> tuple[str, str]:
     if any(not re.search(r"\w", text) or text[:1] in "[{" for text in labels):
         return "exact", "answers are lists or symbols"
     return "contains", "answers are short texts"
-
-
-def _after_hashes(text: str) -> str:
-    return text.rpartition("####")[2].strip()
 
 
 def is_chat(value: Any) -> bool:

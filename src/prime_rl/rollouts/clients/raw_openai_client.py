@@ -107,9 +107,9 @@ def replies_in(prompt: Sequence[Any], completion: Sequence[Any], calls: Sequence
     contexts, keys = _contexts(conversation), list(map(_key, conversation))
     places = [i for i in range(len(prompt), len(keys)) if conversation[i]["role"] == "assistant"]
     said = {keys[place] for place in places}
-    free = [(key, call) for call in calls if (key := _key(_message(call.reply))) in said]
+    free = [(key, call) for call in calls if (key := _key(normalise([call.reply.message()])[0])) in said]
     found: dict[int, AnsweredCall] = {}
-    for matches in (_continues, _answers, lambda call, context: True):
+    for matches in (lambda call, context: call.context == context, _answers, lambda call, context: True):
         for place in places:
             equal = [call for key, call in free if key == keys[place] and matches(call, contexts[place])]
             if place in found or not equal:
@@ -126,10 +126,6 @@ def replies_in(prompt: Sequence[Any], completion: Sequence[Any], calls: Sequence
     return [found[place].reply for place in places if place in found and found[place].is_raw]
 
 
-def _continues(call: AnsweredCall, context: Context) -> bool:
-    return call.context == context
-
-
 def _answers(call: AnsweredCall, context: Context) -> bool:
     return call.context is not None and call.context[1] == context[1]
 
@@ -141,11 +137,6 @@ def _contexts(messages: Sequence[Mapping[str, Any]]) -> list[Context]:
         last = hash((message["role"], _key(message)))
         contexts.append((hash((contexts[-1][0], last)), last))
     return contexts
-
-
-def _message(reply: Reply) -> dict[str, Any]:
-    (message,) = normalise([reply.message()])
-    return message
 
 
 def _key(message: Mapping[str, Any]) -> str:

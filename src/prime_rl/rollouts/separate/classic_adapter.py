@@ -57,7 +57,8 @@ class ClassicAdapter:
             _check_environment(env, split, is_inner=env is not self.env)
             _report_states(env)
         own = [getattr(self.env, name, None) is not None for name in ("eval_dataset", "eval_dataset_source")]
-        self.eval_split = "own" if any(own) or _overrides(self.env, "get_eval_dataset", vf.Environment) else "train"
+        overrides = type(self.env).get_eval_dataset is not vf.Environment.get_eval_dataset
+        self.eval_split = "own" if any(own) or overrides else "train"
         self.rows = self.env.get_dataset() if split == "train" else self.env.get_eval_dataset()
         self._check_answers()
         self._convert = convert
@@ -385,10 +386,6 @@ def _accept_empty_replies(client: Any) -> Any:
 
     completions.create = create_accepting
     return client
-
-
-def _overrides(env: Any, name: str, kind: Any) -> bool:
-    return getattr(type(env), name) is not getattr(kind, name)
 
 
 def _environments(env: Any) -> Iterator[Any]:
