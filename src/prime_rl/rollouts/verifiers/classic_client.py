@@ -19,7 +19,7 @@ from prime_rl.core.types import Credit
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import PromptTooLong
 from prime_rl.rollouts.clients.raw_openai_client import AnsweredCall, PolicyEndpoint, context_of, raw_client
-from prime_rl.rollouts.group_attempts import Attempt, EnvironmentFailed, UnsupportedEnvironment, as_number
+from prime_rl.rollouts.group_attempts import Attempt, UnsupportedEnvironment, as_number
 from prime_rl.rollouts.policy_call import policy_call
 from prime_rl.rollouts.recorder import Recorder
 from prime_rl.rollouts.rendering.messages import Reply, Turn
@@ -361,9 +361,4 @@ def check_scored(given: GivenCredit, state: Any) -> None:
 
 
 def _number(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    try:
-        return as_number(name, value)
-    except (TypeError, ValueError) as error:
-        raise EnvironmentFailed(f"{name} is {value!r:.80}, not a number") from error
+    return None if value is None else as_number(name, value)

@@ -32,15 +32,13 @@ from prime_rl.rollouts.group_attempts import (
     RolloutTimedOut,
     SampleTooLong,
     UnsupportedEnvironment,
-    as_number,
     config_errors,
 )
-from prime_rl.rollouts.rendering.messages import normalise
 from prime_rl.rollouts.separate.interpreters import module_name
 from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient, check_scored
 from prime_rl.rollouts.verifiers.environment_process import Runner
 from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, add_rewards, check_names_differ, run_episodes
-from prime_rl.rollouts.verifiers.verifiers_classic import no_turns_message, trained_replies, warn_about_credit
+from prime_rl.rollouts.verifiers.verifiers_classic import make_rollout, score_rollouts, warn_about_credit
 
 _MAX_CACHED_ROWS = 4096
 _REFUSED_OBJECTS = {"state", "task", "trace", "parser", "texts", "prompts", "completions", "answers", "infos", "states"}
@@ -170,39 +168,27 @@ class SeparateEnvironment(EnvironmentBackend):
 
         async def attempt(this: Attempt) -> SeparateRollout:
             self._num_rollouts += 1
-            client = RolloutClient(self.warn, self._recorder(this, seq_len), this, sampling, self._endpoint)
-            rollout = SeparateRollout(self._num_rollouts, client)
+            rollout = SeparateRollout(self.warn, self._recorder(this, seq_len), this, sampling, self._endpoint)
+            rollout.number = self._num_rollouts
             started.append(rollout)
             try:
                 await rollout.run(self._runner, example, seq_len, sampling)
-                warn_about_credit(self, rollout.client.credit)
+                warn_about_credit(self, rollout.credit)
             except BaseException:
-                client.end_calls()
+                rollout.end_calls()
                 raise
             return rollout
 
         try:
-            finished = await self._score(group, row, await group.run(attempt))
+            score_once = functools.partial(self._score_once, row)
+            finished = await score_rollouts(group, await group.run(attempt), score_once)
             return [self._rollout(rollout, seq_len) for rollout in finished]
         finally:
             for rollout in started:
-                rollout.client.release()
+                rollout.release()
             failure = await self._runner.call("release", rollouts=[rollout.number for rollout in started])
             if failure is not None:
                 self.warn("cleanup", f"the cleanup of its rubric failed: {failure}")
-
-    async def _score(
-        self, group: GroupAttempts, row: Mapping[str, Any], finished: "list[SeparateRollout]"
-    ) -> "list[SeparateRollout]":
-        """Score the rollouts of a group together; return those with a reward, as `ClassicEnvironment._score`."""
-        while True:
-            failures, jointly = await group.repeat(functools.partial(self._score_once, row, finished))
-            for index in failures:
-                group.account.discard("failed", 1, finished[index].client.attempt.sampled)
-            group.check([*failures.values()], len(finished))
-            finished = [rollout for index, rollout in enumerate(finished) if index not in failures]
-            if not failures or not jointly:
-                return finished
 
     async def _score_once(
         self, row: Mapping[str, Any], finished: "list[SeparateRollout]"
@@ -211,12 +197,12 @@ class SeparateEnvironment(EnvironmentBackend):
             result = await self._runner.call("score", rollouts=[rollout.number for rollout in finished])
         finally:
             for rollout in finished:
-                rollout.client.raise_failure()
+                rollout.raise_failure()
         counts_zero = self.config.reward_errors == "zero"
         for rollout, score in zip(finished, result["scores"], strict=True):
             rollout.score = score
             if self.trains:
-                check_scored(rollout.client.credit, with_trajectory(score))
+                check_scored(rollout.credit, with_trajectory(score))
             if counts_zero:
                 score["metrics"]["reward_errors"] = 0.0
         failures: dict[int, EnvironmentFailed] = {}
@@ -259,69 +245,49 @@ class SeparateEnvironment(EnvironmentBackend):
         score["weights"] |= {function.__name__: weight for function, weight in self._added_rewards}
 
     def _rollout(self, rollout: "SeparateRollout", seq_len: int) -> Rollout:
-        client, state, score = rollout.client, rollout.state, rollout.score
-        trained = trained_replies(state, client)
-        if not trained and client.recorder.prompt_too_long:
-            raise SampleTooLong(f"a prompt of environment {self.config.label} does not fit into seq_len = {seq_len}")
-        if not trained:
-            raise EnvironmentFailed(no_turns_message(state, client))
-        reward, mode = as_number("the reward", score["reward"]), self.config.step_rewards
-        if mode == "add":
-            reward += client.credit.total
-        return client.recorder.rollout(
-            trained,
-            normalise([*state["prompt"], *state["completion"]]),
-            reward=reward,
-            metrics={name: as_number(f"metric {name}", value) for name, value in score["metrics"].items()},
-            is_truncated=state["is_truncated"],
-            weights=score["weights"],
-            credits=client.credit.credits(trained, reward, mode),
-        )
+        state, score = rollout.state, rollout.score
+        messages = [*state["prompt"], *state["completion"]]
+        return make_rollout(self, rollout, seq_len, messages, score, state["is_truncated"], score["weights"])
 
 
-class SeparateRollout:
-    """One rollout: its number in the other process, its model calls, and what became of it.
+class SeparateRollout(RolloutClient):
+    """One rollout, whose model calls it answers. Its `state` are messages and steps, once it has ended.
 
     Attributes:
         number: in the other process.
-        client: records the model calls.
-        state: messages and steps, once it has ended.
         score: reward and metrics, once it is scored.
     """
 
-    def __init__(self, number: int, client: RolloutClient) -> None:
-        self.number, self.client = number, client
-        self.state: dict[str, Any] = {}
-        self.score: dict[str, Any] = {}
+    number: int
+    score: dict[str, Any]
 
     async def run(self, runner: Runner, example: int, seq_len: int, sampling: Mapping[str, Any]) -> None:
         """Run it. At its time limit it is scored with its turns so far; see `EnvironmentBackend.run_group`."""
-        client = self.client
         shown = {name: sampling[name] for name in _SHOWN_SAMPLING if sampling.get(name) is not None}
         call = runner.start_call(
             "rollout",
             rollout=self.number,
             example=example,
-            base_url=client.base_url,
-            api_key=client.api_key,
+            base_url=self.base_url,
+            api_key=self.api_key,
             sampling=shown,
         )
         try:
-            async with client.attempt.clock:
+            async with self.attempt.clock:
                 result = await runner.finish(call)
         except RolloutTimedOut:
             result = call.answer_after_cancel()
             if result is None:
                 raise
         except EnvironmentFailed:
-            client.raise_failure()
-            if client.recorder.prompt_too_long:
+            self.raise_failure()
+            if self.recorder.prompt_too_long:
                 raise SampleTooLong(f"a prompt does not fit into seq_len = {seq_len}") from None
             raise
-        client.end_rollout()
-        client.raise_failure()
+        self.end_rollout()
+        self.raise_failure()
         self.state = with_trajectory(result)
-        client.credit = GivenCredit.read(self.state, client.reply)
+        self.credit = GivenCredit.read(self.state, self.reply)
 
 
 def with_trajectory(result: Mapping[str, Any]) -> dict[str, Any]:

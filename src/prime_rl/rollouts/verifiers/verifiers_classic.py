@@ -9,10 +9,10 @@ import functools
 import inspect
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import verifiers as vf
@@ -47,6 +47,7 @@ from prime_rl.rollouts.verifiers.classic_client import (
 )
 
 Row = Mapping[str, Any]
+_Client = TypeVar("_Client", bound=RolloutClient)
 
 _DEFAULT_SAMPLING: tuple[tuple[str, Any], ...] = (("n", 1), ("extra_body", {}))
 """What the constructor of an environment adds to its `sampling_args`."""
@@ -208,33 +209,25 @@ class ClassicEnvironment(EnvironmentBackend):
         warn_about_credit(self, client.credit)
 
     async def _score(self, group: GroupAttempts, routed: Routed, finished: list[RolloutClient]) -> list[RolloutClient]:
-        """Score the rollouts of a group together; return those with a reward.
-
-        If rewards depend on the whole group, the others are scored again without a rollout that failed.
-        """
+        """Score the rollouts of a group together; return those with a reward."""
         rubric = rubrics.with_rewards(routed.rubric(), self._added_rewards)
         if rubric is not None and any(type(outer.rubric) is not rubrics.EnvGroupRubric for outer in routed.groups):
             for client in finished:  # the rubric of a group finds the environment there
                 route = routed.route[0] if len(routed.route) == 1 else list(routed.route)
                 client.state["info"] = {**(client.state.get("info") or {}), rubrics.ENV_GROUP_INFO_KEY: route}
-        while True:
-            failures = await group.repeat(functools.partial(self._score_once, rubric, routed.env, finished))
-            for index in failures:
-                group.account.discard("failed", 1, finished[index].attempt.sampled)
-            group.check([*failures.values()], len(finished))
-            finished = [client for index, client in enumerate(finished) if index not in failures]
-            if not failures or not rubrics.scores_jointly(rubric):
-                return finished
+        return await score_rollouts(group, finished, functools.partial(self._score_once, rubric, routed.env))
 
-    async def _score_once(self, rubric: Any, env: Any, finished: list[RolloutClient]) -> dict[int, EnvironmentFailed]:
-        """Score the rollouts; return the failures of single ones, by index."""
+    async def _score_once(
+        self, rubric: Any, env: Any, finished: list[RolloutClient]
+    ) -> tuple[dict[int, EnvironmentFailed], bool]:
+        """Score the rollouts, as `score_rollouts` asks for it."""
         states = [client.state for client in finished]
         for client in finished:
             client.credit.restore(client.state)
         if rubric is None:
             with contain_failures():
                 await env.rubric.dummy_score_group(states)
-            return {}
+            return {}, False
         try:
             failures = await rubrics.score_group(rubric, states, self.config.reward_errors == "zero", self.warn)
         except EnvironmentFailed:
@@ -244,7 +237,7 @@ class ClassicEnvironment(EnvironmentBackend):
         for failure in failures.values():
             if failure.is_infrastructure:
                 raise failure
-        return failures
+        return failures, bool(failures) and rubrics.scores_jointly(rubric)
 
     async def _clean_up(self, rubric: Any, states: Sequence[Any]) -> None:
         """Let the rubric release the resources of the rollouts, such as sandboxes."""
@@ -274,26 +267,12 @@ class ClassicEnvironment(EnvironmentBackend):
 
     def _rollout(self, client: RolloutClient, seq_len: int, weights: dict[str, float]) -> Rollout:
         state = client.state
-        trained = trained_replies(state, client)
-        if not trained and client.recorder.prompt_too_long:
-            raise SampleTooLong(f"a prompt of environment {self.config.label} does not fit into seq_len = {seq_len}")
-        if not trained:
-            raise EnvironmentFailed(no_turns_message(state, client))
         messages = [*_messages(state["prompt"], "user"), *_messages(state.get("completion"), "assistant")]
-        reward, mode = as_number("the reward", state["reward"]), self.config.step_rewards
-        if mode == "add":
-            reward += client.credit.total
+        is_truncated = bool(state.get("is_truncated") or state.get("timed_out"))
+        rollout = make_rollout(self, client, seq_len, messages, state, is_truncated, weights)
         if self.trains:
             check_scored(client.credit, state)
-        return client.recorder.rollout(
-            trained,
-            normalise(messages),
-            reward=reward,
-            metrics={name: as_number(f"metric {name}", value) for name, value in (state["metrics"] or {}).items()},
-            is_truncated=bool(state.get("is_truncated") or state.get("timed_out")),
-            weights=weights,
-            credits=client.credit.credits(trained, reward, mode),
-        )
+        return rollout
 
     def _load_rewards(self) -> list[tuple[Callable[..., Any], float]]:
         """Import the functions of `env.rewards`, whose names must differ from those of each rubric."""
@@ -346,6 +325,55 @@ class ClassicEnvironment(EnvironmentBackend):
                     f"{', '.join(map(repr, columns))}), which the reward function {func.__name__} "
                     "takes; name the column 'answer'"
                 )
+
+
+async def score_rollouts(
+    group: GroupAttempts,
+    finished: list[_Client],
+    score_once: Callable[[list[_Client]], Awaitable[tuple[dict[int, EnvironmentFailed], bool]]],
+) -> list[_Client]:
+    """Score the rollouts of a group together; return those with a reward.
+
+    `score_once` returns the failures of single rollouts, by index, and whether rewards depend on the whole group: then
+    the others are scored again without a rollout that failed.
+    """
+    while True:
+        failures, jointly = await group.repeat(functools.partial(score_once, finished))
+        for index in failures:
+            group.account.discard("failed", 1, finished[index].attempt.sampled)
+        group.check([*failures.values()], len(finished))
+        finished = [client for index, client in enumerate(finished) if index not in failures]
+        if not failures or not jointly:
+            return finished
+
+
+def make_rollout(
+    backend: EnvironmentBackend,
+    client: RolloutClient,
+    seq_len: int,
+    messages: Sequence[Any],
+    score: Mapping[str, Any],
+    is_truncated: bool,
+    weights: Mapping[str, float],
+) -> Rollout:
+    """Return a finished rollout; `score` has its reward and metrics. Raises SampleTooLong, EnvironmentFailed."""
+    trained = trained_replies(client.state, client)
+    if not trained and client.recorder.prompt_too_long:
+        raise SampleTooLong(f"a prompt of environment {backend.config.label} does not fit into seq_len = {seq_len}")
+    if not trained:
+        raise EnvironmentFailed(no_turns_message(client.state, client))
+    reward, mode = as_number("the reward", score["reward"]), backend.config.step_rewards
+    if mode == "add":
+        reward += client.credit.total
+    return client.recorder.rollout(
+        trained,
+        normalise(messages),
+        reward=reward,
+        metrics={name: as_number(f"metric {name}", value) for name, value in (score["metrics"] or {}).items()},
+        is_truncated=is_truncated,
+        weights=weights,
+        credits=client.credit.credits(trained, reward, mode),
+    )
 
 
 def warn_about_credit(backend: EnvironmentBackend, credit: GivenCredit) -> None:

@@ -127,7 +127,10 @@ class EnvironmentPool:
             raise
         if self._timeline is not None:
             self._timeline.add_start(started)
-            record = self._timeline.record(self._pids, lambda: sum(worker.in_flight for worker in self._all_workers))
+            record = self._timeline.record(
+                lambda: [worker.pid for worker in self._all_workers],
+                lambda: sum(worker.in_flight for worker in self._all_workers),
+            )
             self._tasks.append(asyncio.create_task(record))
 
     async def close(self) -> None:
@@ -286,11 +289,12 @@ class EnvironmentPool:
             await worker.close(0)
             needs = f"needs {loaded_gib:.2f} GiB before its first group; raise env.max_memory_gib = {limit_gib:g}"
             raise ConfigError(f"environment {self.name!r} {needs}")
-        if self._examples not in (0, worker.examples):
+        loaded = worker.environment
+        if self._examples not in (0, loaded.examples):
             await worker.close(0)
-            changed = f"had {self._examples} examples and now has {worker.examples}: its data set changed"
+            changed = f"had {self._examples} examples and now has {loaded.examples}: its data set changed"
             raise RunError(f"environment {self.name} {changed}")
-        if self.content_hash not in ("", worker.content_hash):
+        if self.content_hash not in ("", loaded.content_hash):
             differs = (
                 "its examples differ between two workers: load_environment() must return the same examples each time"
             )
@@ -299,10 +303,9 @@ class EnvironmentPool:
                 raise ConfigError(f"environment {self.name!r}: {differs}; seed it, or set workers_per_env = 1")
             self._warn_user("data", self.name, lambda count: f"environment {self.name}: {differs}; seed it")
             self._warn(f"{differs}; seed it, so that every example is trained once per epoch")
-        self._examples, self.eval_split = worker.examples, worker.eval_split
-        self.content_hash = self.content_hash or worker.content_hash
-        self.columns = worker.columns
-        self.skipped = worker.skipped if check else self.skipped
+        self._examples, self.eval_split, self.columns = loaded.examples, loaded.eval_split, loaded.columns
+        self.content_hash = self.content_hash or loaded.content_hash
+        self.skipped = loaded.skipped if check else self.skipped
         return worker
 
     def _warn(self, message: str) -> None:
@@ -324,9 +327,6 @@ class EnvironmentPool:
     @property
     def _all_workers(self) -> list[WorkerHandle]:
         return [*self._workers, *self._solo_workers, *self._retired_workers]
-
-    def _pids(self) -> list[int]:
-        return [worker.pid for worker in self._all_workers]
 
     def memory_bytes(self) -> int:
         """Return the resident memory of the workers, without that of their child processes."""

@@ -17,7 +17,7 @@ import psutil
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.os_errors import signal_name
-from prime_rl.core.types import EvalSplit, Rollout
+from prime_rl.core.types import Rollout
 from prime_rl.rollouts.workers import protocol
 from prime_rl.rollouts.workers.protocol import DiscardedWork, RolloutSeconds
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher, WorkerProcess
@@ -56,10 +56,7 @@ class WorkerHandle:
     """One started worker.
 
     Attributes:
-        examples: number of examples of its environment.
-        eval_split: source of the evaluation examples of its environment.
-        content_hash: of its examples.
-        skipped: those whose prompt is too long, if it has checked them.
+        environment: what it has loaded; without examples before.
         in_flight: number of running rollouts.
         died: set when it has died.
         outgrown: set when it has more than `env.max_memory_gib` in memory.
@@ -77,11 +74,7 @@ class WorkerHandle:
         """Wrap a started process; see `start`."""
         self._discarded, self._seconds = discarded, seconds
         self._reported = 0
-        self.examples = 0
-        self.eval_split: EvalSplit = "none"
-        self.columns: list[dict[str, str]] = []
-        self.content_hash = ""
-        self.skipped: list[int] = []
+        self.environment = protocol.EnvironmentReady(0, "", "none")
         self.in_flight = 0
         loop = asyncio.get_running_loop()
         self.died: asyncio.Future[WorkerDied] = loop.create_future()
@@ -143,9 +136,7 @@ class WorkerHandle:
             answer = worker._ready.result()
             if isinstance(answer, protocol.EnvironmentUnloadable):
                 raise ConfigError(answer.message)
-            worker.examples, worker.eval_split = answer.examples, answer.eval_split
-            worker.columns, worker.content_hash = answer.columns, answer.content_hash
-            worker.skipped = answer.skipped
+            worker.environment = answer
             worker._last_beats = [time.monotonic()] * 2
             launcher.preload(answer.backend)
             return worker
@@ -153,7 +144,7 @@ class WorkerHandle:
             what = "did not load" if worker is not None else "got no worker from the fork server"
             raise RunError(f"{what} within {start_seconds:.0f} s (env.start_timeout_seconds){hint}") from None
         finally:
-            if worker is not None and not worker.examples:
+            if worker is not None and not worker.environment.examples:
                 await worker.close(0)
 
     @property
