@@ -40,10 +40,9 @@ if __name__ == "__main__":  # before the imports of torch
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.monitors.bench_report import report_benchmark
 from prime_rl.storage.artifact import remove_artifact
-from prime_rl.trainer.checkpoints.checkpointer import Checkpointer
-from prime_rl.trainer.model.policy_model import PolicyModel, load_tokenizer
+from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.packing_check import check_packing
-from prime_rl.trainer.parallel.process_group import World, join_world
+from prime_rl.trainer.parallel.process_group import join_world
 from prime_rl.trainer.process_setup import (
     GarbageCollection,
     check_rank_settings,
@@ -62,7 +61,6 @@ from prime_rl.trainer.rl.trained_run import (
 )
 from prime_rl.trainer.trainer_metrics import StepTimer
 from prime_rl.trainer.trainer_nodes import join_nodes
-from prime_rl.trainer.weight_sync.publisher import Publisher
 from prime_rl.trainer.weights.policy_loading import make_policy
 
 
@@ -95,7 +93,10 @@ def train(config: TrainerConfig, heartbeat: HeartbeatWriter) -> bool:
         references = References(config, policy, world)
         shared = PolicyOfRuns(policy, tokenizer, world, directory)
         run = TrainedRun(config, shared, heartbeat, exporter, checkpoints)
-        batches = make_batches(config, policy, world, run.publisher, heartbeat, checkpoints)
+        batches = BatchSource(
+            config, paths, policy.vocabulary, run.publisher.check, heartbeat, checkpoints.required_branch,
+            partial(check_version_0, config, policy, world), checkpoints.stop_request,
+        )  # fmt: skip
 
         heartbeat.enter("restore")
         progress = run.restore()
@@ -121,24 +122,3 @@ def train(config: TrainerConfig, heartbeat: HeartbeatWriter) -> bool:
             if world.is_main and config.data.fake is not None:
                 remove_artifact(paths.weights(progress.step))
         return stop.is_agreed
-
-
-def make_batches(
-    config: TrainerConfig,
-    policy: PolicyModel,
-    world: World,
-    publisher: Publisher,
-    heartbeat: HeartbeatWriter,
-    checkpoints: Checkpointer,
-) -> BatchSource:
-    """Create the source of the batches, which compares the base model before batch 0."""
-    return BatchSource(
-        config,
-        config.run_paths,
-        policy.vocabulary,
-        publisher.check,
-        heartbeat,
-        checkpoints.required_branch,
-        partial(check_version_0, config, policy, world),
-        checkpoints.stop_request,
-    )
