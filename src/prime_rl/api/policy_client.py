@@ -1,13 +1,11 @@
 """A client of a served policy: messages in, texts out."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prime_rl.configs.client import server_root
 from prime_rl.core.api_key import API_KEY_VAR, read_api_key
-from prime_rl.core.errors import RunError
-from prime_rl.core.http_requests import send_request
+from prime_rl.core.http_requests import request_json
 
 Messages = str | Sequence[Mapping[str, Any]]
 """A conversation in the form of chat templates, or the text of a single message of the user."""
@@ -53,13 +51,5 @@ class PolicyClient:
         return self._model
 
     def _request(self, route: str, body: Mapping[str, Any] | None) -> Any:
-        url, key = self.base_url + route, read_api_key(self._key_var)
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
-        try:
-            response = send_request(method, url, self._timeout, content=content, headers=headers)
-        except ConnectionError as error:
-            raise RunError(f"{url} cannot be reached: {error}") from None
-        if not response.is_success:
-            raise RunError(f"{url} answered {response.status_code}: {' '.join(response.text.split())[:300]}")
-        return response.json()
+        method, key = "GET" if body is None else "POST", read_api_key(self._key_var)
+        return request_json(method, self.base_url + route, self._timeout, key, body)

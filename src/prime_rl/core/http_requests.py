@@ -3,6 +3,7 @@
 Requests of rollouts use aiohttp, which needs less CPU time (docs/design/rollouts.md).
 """
 
+import json
 import os
 import ssl
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from prime_rl.core.errors import RunError
 from prime_rl.core.loopback import is_loopback
 
 if TYPE_CHECKING:
@@ -44,6 +46,19 @@ def send_request(method: str, url: str, timeout_seconds: float, **options: Any) 
         return httpx.request(method, url, timeout=timeout_seconds, **options)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ImportError) as error:  # the last: a SOCKS proxy
         raise connection_error(error, outer) from None
+
+
+def request_json(method: str, url: str, timeout_seconds: float, key: str | None, body: object = None) -> Any:
+    """Send a request with a key, and a body as JSON; return the JSON of the answer. Raises RunError without one."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    content = None if body is None else json.dumps(body)
+    try:
+        response = send_request(method, url, timeout_seconds, content=content, headers=headers)
+    except ConnectionError as error:
+        raise RunError(f"{url} cannot be reached: {error}") from None
+    if not response.is_success:
+        raise RunError(f"{url} answered {response.status_code}: {' '.join(response.text.split())[:300]}")
+    return response.json()
 
 
 def answers(url: str, timeout_seconds: float = 5.0) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.api_key import API_KEY_VAR, read_api_key
 from prime_rl.core.errors import RunError
-from prime_rl.core.http_requests import send_request
+from prime_rl.core.http_requests import request_json, send_request
 from prime_rl.rollouts.clients.inference_client import sampling_parameters
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.storage.paths import RUN_FOLDER, RunPaths
@@ -58,14 +58,7 @@ class ServedPolicy:
 
     def request(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send a request with the key and return its answer. Raises RunError."""
-        content = {} if body is None else {"json": body}
-        try:
-            response = send_request(method, url, _REQUEST_SECONDS, headers=self._headers(), **content)
-        except ConnectionError as error:
-            raise RunError(f"{url} cannot be reached: {error}") from None
-        if not response.is_success:
-            raise RunError(f"{url} answered {response.status_code}: {_line(response.text)}")
-        return response.json()
+        return request_json(method, url, _REQUEST_SECONDS, read_api_key(self.key_var), body)
 
     def reply(self, url: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Yield the parts of a reply of the server at `url`, as they are sampled: untrusted text. Raises RunError."""
