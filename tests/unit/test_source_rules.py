@@ -14,7 +14,6 @@ WIRE_KEYS = {
     ("prime_rl/liveness/heartbeat_monitor.py", "phase_deadline_s"),  # heartbeat files
     ("prime_rl/rollouts/clients/inference_client.py", "stage_s"),  # the inference server's answers
     ("prime_rl/rollouts/clients/inference_client.py", "pause_s"),
-    ("prime_rl/rollouts/clients/inference_client.py", "load_s"),
     ("prime_rl/storage/weights/transfer_channel.py", "timeout_s"),  # manifests of versions
 }
 """Fields whose names are keys of a file or of a reply, by module."""

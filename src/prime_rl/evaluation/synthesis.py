@@ -227,10 +227,8 @@ def write_samples(
         elif limit is None:
             chosen.append(trace)
         else:
-            own, digest = (
-                best.setdefault((trace.env, trace.example, trace.digest(only_prompt=True)), []),
-                trace.digest(),
-            )
+            own = best.setdefault((trace.env, trace.example, trace.digest(only_prompt=True)), [])
+            digest = trace.digest()
             if digest in (known[2] for known in own):
                 count["duplicate"] += 1
                 continue

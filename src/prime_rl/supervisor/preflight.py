@@ -23,6 +23,7 @@ from prime_rl.storage.file_locks import check_no_writer
 from prime_rl.storage.model_files import check_model, find_model, has_experts
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import find_earlier_run, move_earlier_run, remove_earlier_run, size_bytes
+from prime_rl.supervisor.nodes.node_probe import num_gpus
 from prime_rl.supervisor.nodes.placement import check_nodes
 
 _WRITTEN = ("output_dir", "ckpt.path", "weight_broadcast.directory")
@@ -169,7 +170,7 @@ def visible_gpus() -> list[str]:
     """The GPUs that this process may use, in the form of CUDA_VISIBLE_DEVICES."""
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [gpu.strip() for gpu in given.split(",") if gpu.strip() not in ("", "-1")]
-    return [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    return [str(index) for index in range(num_gpus())]
 
 
 def gpus_that_are_not_there(config: RLConfig) -> str | None:

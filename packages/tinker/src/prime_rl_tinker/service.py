@@ -195,7 +195,7 @@ class Service:
         fields = read_fields(folder)
         if body.base_model not in (None, fields["base_model"]):
             raise RequestError(f"base_model: {body.path} is of {fields['base_model']}, not of {body.base_model}")
-        self._check_optimizer(path, folder, body.optimizer)
+        self._check_optimizer(path, body.optimizer)
         kept = {name: fields[name] for name in ("base_model", "lora_rank", *_LAYERS)}
         kept["optimizer_config"] = body.optimizer_config.model_dump()
         layers = {name: fields[name] for name in _LAYERS}
@@ -317,12 +317,12 @@ class Service:
         if body.model_id is None or body.seq_id is None:
             return self.create_from_checkpoint(body)
         path, folder = self.store.find(body.path)
-        self._check_optimizer(path, folder, body.optimizer)
+        self._check_optimizer(path, body.optimizer)
         operation = LoadWeights(body.model_id, str(folder), body.optimizer)
         content = {"path": body.path, "model_id": body.model_id, "type": "load_weights"}
         return self._submit(operation, body.seq_id, lambda _: content)
 
-    def _check_optimizer(self, path: CheckpointPath, folder: Path, wanted: bool) -> None:
+    def _check_optimizer(self, path: CheckpointPath, wanted: bool) -> None:
         if wanted and path.kind != "weights":
             raise RequestError(f"path: {path} has no state of an optimizer; load it with optimizer = false")
 

@@ -81,7 +81,6 @@ class LoadedVersion:
         is_ours: this run holds the lease of the server.
         stage_s: seconds to read and check the weights, while sampling continued.
         pause_s: seconds for which sampling was paused.
-        load_s: seconds of the pause that loading the weights took.
         canary_difference: maximum difference to the trainer's log-probabilities of the version's canary, if any.
         settings: of the server, which must fit those of the run (`run_settings`); empty if it reports none.
     """
@@ -91,7 +90,6 @@ class LoadedVersion:
     is_ours: bool = False
     stage_s: float = 0.0
     pause_s: float = 0.0
-    load_s: float = 0.0
     canary_difference: float | None = None
     settings: dict[str, Setting] = field(default_factory=dict)
 

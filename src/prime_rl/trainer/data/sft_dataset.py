@@ -98,11 +98,8 @@ def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, world: Worl
         fake, limits = FakeSequences(source, tokenizer.vocab_size), (config.max_steps, config.wait_timeout_seconds)
         stream = PackedStream(fake, source.seq_len, source.batch_size, False, *limits)
         return SFTData(stream, None, lambda: stream)
-    stack, encoder = (
-        source.pack_function == "stack",
-        ExampleEncoder(tokenizer, source, config.rendering.chat_template_args),
-    )
-    sharing = SharedEncoder(world)
+    encoder = ExampleEncoder(tokenizer, source, config.rendering.chat_template_args)
+    stack, sharing = source.pack_function == "stack", SharedEncoder(world)
     sets = [open_dataset(source, *which) for which in source.sets]
     can_resume = config.ckpt is not None and not config.bench
     contents = [
