@@ -354,7 +354,7 @@ def make_rollout(
     messages: Sequence[Any],
     score: Mapping[str, Any],
     is_truncated: bool,
-    weights: Mapping[str, float],
+    weights: dict[str, float],
 ) -> Rollout:
     """Return a finished rollout; `score` has its reward and metrics. Raises SampleTooLong, EnvironmentFailed."""
     trained = trained_replies(client.state, client)
