@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.core.entry_point import command, exit_with_reader
+from prime_rl.core.entry_point import ArgumentParser, command, exit_with_reader
 from prime_rl.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "plan",
         usage="uv run plan [@ FILE.toml ...] [--gpus 8xH100] [--json] [--key value ...]",
         description=_DESCRIPTION,
