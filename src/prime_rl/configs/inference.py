@@ -191,8 +191,8 @@ class InferenceConfig(RootConfig):
 
     canary_tolerance: float | None = Field(None, gt=0)
     """Tolerated difference from the trainer's canary log-probabilities; a larger one fails the run. None is 1e-4 for
-    the maximum difference if both compute in float32, else 5e-2 for the mean difference, or three times the mean
-    difference of the base model."""
+    the maximum difference or 1e-5 for the mean if both compute in float32, else 5e-2 for the mean difference, or three
+    times the mean difference of the base model."""
 
     weights_cache: Path | None = None
     """Local directory for the latest full version if versions are published as deltas (docs/design/deltas.md); None is

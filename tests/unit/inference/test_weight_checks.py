@@ -232,6 +232,17 @@ def test_compare_in_float32_uses_the_largest_difference():
     assert not EXACT.compare([-1.5], "float32").passes
 
 
+def test_compare_in_float32_accepts_the_rounding_of_single_tokens():
+    exact = PolicyCanary(tuple(range(64)), (-1.0,) * 63, "float32")
+    compared = exact.compare([-1.0002, *[-1.000005] * 62], "float32")
+    assert (compared.which, compared.passes) == ("mean", True)
+    assert compared.largest == pytest.approx(2e-4)
+    for measured in ([-1.001, *[-1.0] * 62], [-1.0002, *[-1.00002] * 62]):
+        compared = exact.compare(measured, "float32")
+        assert (compared.which, compared.passes) == ("largest", False)
+    assert not exact.compare([-1.0002, *[-1.0] * 62], "float32", tolerance=1e-4).passes
+
+
 @pytest.mark.parametrize(("trained", "served"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16",) * 2])
 def test_compare_in_half_precision_uses_the_mean_difference(trained, served):
     canary = PolicyCanary((5, 6, 7), (-1.0, -2.0), trained)
