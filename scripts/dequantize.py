@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from prime_rl.core.entry_point import ArgumentParser, command
@@ -46,8 +47,10 @@ def main() -> None:
     if directory.exists() and not (directory.is_dir() and next(directory.iterdir(), None) is None):
         raise ConfigError(f"{directory} exists and is not an empty directory; name a new one")
     source = find_model(name, None, DOWNLOAD_SECONDS)
+    if directory.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{directory} is inside of {name}; name a directory elsewhere")
     # The library raises these for what is missing or does not fit.
-    errors = (ValueError, LookupError, RuntimeError, TypeError, AttributeError)
+    errors = (ValueError, LookupError, RuntimeError, TypeError, AttributeError, OSError, SafetensorError)
     try:
         with translate_error(errors, partial(_explain, name)):
             dequantize(name, source, directory)
@@ -82,6 +85,8 @@ def make_converter(source: Path, quantization: dict[str, Any], names: Iterable[s
     if any(name.endswith("_packed") for name in names):
         from compressed_tensors.entrypoints.convert.converters import CompressedTensorsDequantizer
 
+        if any(name.endswith("_scale") and name.removesuffix("_scale") in names for name in names):
+            raise ValueError("it has packed weights beside quantized ones that are not packed")
         return CompressedTensorsDequantizer(source)
     if any(name.endswith("_zero_point") for name in names):
         raise ValueError("its weights have zero points")
@@ -146,9 +151,11 @@ class ScaledWeights:
     def _spread(self, name: str, scale: Tensor, shape: torch.Size) -> Tensor:
         """Return the scale of each value. The last block of rows or columns may be smaller than the others."""
         if self._block_size is None or scale.numel() == 1:
-            if scale.numel() not in (1, shape[0]):
-                raise ValueError(f"{name} has {shape[0]} rows and {scale.numel()} scales")
-            return scale.reshape(-1, 1)
+            if scale.numel() == 1:
+                return scale.reshape(())
+            if list(scale.shape) not in ([*shape[:-1]], [*shape[:-1], 1]):
+                raise ValueError(f"{name} has scales of shape {list(scale.shape)}, and rows of shape {[*shape[:-1]]}")
+            return scale.reshape(*shape[:-1], 1)
         rows, columns = self._block_size
         wanted = [-(-shape[-2] // rows), -(-shape[-1] // columns)]
         if list(scale.shape[-2:]) != wanted:

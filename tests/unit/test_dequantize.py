@@ -116,7 +116,11 @@ def test_weights_are_the_products_in_bfloat16(make, tmp_path, monkeypatch):
     assert (tmp_path / "new/tokenizer.json").exists()
 
 
-EIGHT_BITS = {f"{LINEAR}.weight": eighths(4, 4).to(torch.float8_e4m3fn)}
+def eight_bits(*shape: int) -> torch.Tensor:
+    return eighths(*shape).to(torch.float8_e4m3fn)
+
+
+EIGHT_BITS = {f"{LINEAR}.weight": eight_bits(4, 4)}
 
 
 @pytest.mark.parametrize(
@@ -130,11 +134,28 @@ EIGHT_BITS = {f"{LINEAR}.weight": eighths(4, 4).to(torch.float8_e4m3fn)}
             EIGHT_BITS | {f"{LINEAR}.weight_scale_inv": torch.ones(2, 1)},
             r"has scales of shape \[2, 1\], and \[2, 2\] blocks",
         ),
-        ({"quant_method": "fp8"}, EIGHT_BITS | {f"{LINEAR}.weight_scale": torch.ones(3)}, "has 4 rows and 3 scales"),
+        (
+            {"quant_method": "fp8"},
+            EIGHT_BITS | {f"{LINEAR}.weight_scale": torch.ones(3)},
+            r"has scales of shape \[3\], and rows of shape \[4\]",
+        ),
         (
             {"quant_method": "compressed-tensors", "config_groups": {}},
             EIGHT_BITS | {f"{LINEAR}.weight_zero_point": torch.ones(4)},
             "its weights have zero points",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {}},
+            EIGHT_BITS | {f"{LINEAR}.weight_scale": torch.ones(4, 1), "other.weight_packed": torch.ones(4)},
+            "packed weights beside quantized ones",
+        ),
+        *(
+            (
+                {"quant_method": "fp8"},
+                {"a.weight": eight_bits(*shape), "a.weight_scale": torch.ones(*scales)},
+                "rows of",
+            )
+            for shape, scales in (((4, 4), (1, 4)), ((4, 4, 8), (4,)), ((4, 4, 8), (4, 1, 1)))
         ),
     ],
 )
@@ -148,3 +169,16 @@ def test_what_cannot_be_read_is_refused_and_leaves_nothing(
     assert exit_code.value.code == 2 and len(lines) == 1
     assert re.search(message, lines[0]), lines
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("problem", ["inside", "truncated"])
+def test_wrong_places_and_files_are_one_line(problem, tmp_path, monkeypatch, capsys):
+    settings, tensors, *_ = fp8_in_blocks()
+    source = write(tmp_path / "model", settings, tensors)
+    if problem == "truncated":
+        (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:2000])
+    target = source / "new" if problem == "inside" else tmp_path / "new"
+    with pytest.raises(SystemExit) as exit_code:
+        run(monkeypatch, source, target)
+    assert exit_code.value.code == 2 and not target.exists()
+    assert "Traceback" not in capsys.readouterr().err
