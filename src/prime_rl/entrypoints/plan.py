@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ def _main(argv: Sequence[str]) -> int:
     from prime_rl.supervisor.planning.run_plan import as_json, make_plan
 
     if arguments.published:
-        print("\n".join(_published_rows()))
+        rows = _published_rows()
+        print(json.dumps(rows) if arguments.json else "\n".join(_published_lines(rows)))
         return 0
     plan = make_plan(*_read(arguments, rest))
     result = {**as_json(plan), "changes": find_changes(plan), "published": _published_errors()}
@@ -79,7 +81,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     arguments, rest = parser.parse_known_args(argv)
     for option in ("prompt_tokens", "completion_tokens", "price"):
         if (value := getattr(arguments, option)) is not None and not 0 < value < 1e12:
-            raise ConfigError(f"--{option.replace('_', '-')} {value:g}: must be above 0")
+            raise ConfigError(f"--{option.replace('_', '-')} {value:g}: set a number above 0 and below 1e12")
     return arguments, rest
 
 
@@ -119,6 +121,8 @@ def _gpu_keys(count: int, role: str, rest: list[str]) -> list[str]:
     given = {one.path[0] for source in (read_environment(RLConfig), *line.files, line.flags) for one in source}
     divides = given & {"inference_gpu_ids", "trainer_gpu_ids", "inference_gpus", "trainer_gpus", "nodes", "slurm"}
     keys = ["--trainer-ranks", str(_ANY_DEGREE)]
+    if role == "inference" and "inference" not in given:
+        keys += ["--inference.parallel.tp", "1"]  # keys of several processes, such as seq_len, reach configured ones
     served = count if role == "inference" else count // 2
     if divides or role == "trainer" or "inference" not in given or not served:
         return keys
@@ -207,17 +211,29 @@ def _published_errors() -> dict[str, Any]:
     return {"memory_within": near[0], "speed_within": near[1], "rows": len(FIGURES), "statement": statement}
 
 
-def _published_rows() -> Iterator[str]:
+def _published_rows() -> list[dict[str, Any]]:
     from prime_rl.supervisor.planning.published_figures import FIGURES
 
+    return [
+        {
+            **asdict(one),
+            "planned_memory_gib": one.memory_gib * (1 + memory),
+            "memory_error": memory,
+            "planned_step_seconds": one.step_seconds / (1 + speed),
+            "speed_error": speed,
+        }
+        for one in FIGURES
+        for memory, speed in (one.errors,)
+    ]
+
+
+def _published_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "gpus, model, job, tokens; GiB (published), error; seconds/step (published), error of tokens/s"
-    for one in FIGURES:
-        memory, speed = one.errors
+    for row in rows:
         yield (
-            f"{one.gpus:7} {one.model:16} {one.job:12} {one.tokens:7,} {one.memory_gib * (1 + memory):6.1f} "
-            f"({one.memory_gib:6.2f}) {memory:+9.1%} {one.step_seconds / (1 + speed):10.2f} ({one.step_seconds:.2f}) "
-            f"{speed:+12.1%}"
-        )
+            "{gpus:7} {model:16} {job:12} {tokens:7,} {planned_memory_gib:6.1f} ({memory_gib:6.2f}) {memory_error:+9.1%}"
+            " {planned_step_seconds:10.2f} ({step_seconds:.2f}) {speed_error:+12.1%}"
+        ).format_map(row)
 
 
 if __name__ == "__main__":

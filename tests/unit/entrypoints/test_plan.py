@@ -85,6 +85,8 @@ def test_largest_run_is_planned(capsys):
         ("--model.name Qwen3-0.6B --seq-len 65536 --role trainer", "1xRTX4090"),
         ("--model.name Qwen3-30B-A3B --seq-len 8192 --role trainer --trainer.model.ac", "2xH100"),
         ("--model.name Qwen3-32B --role inference --inference.parallel.tp 1", "8xRTX4090"),
+        ("--model.name Qwen3-32B --role inference", "7xH100"),
+        ("--model.name Qwen3-32B --role trainer --trainer.model.ac --trainer.model.optim-cpu-offload", "1xH100"),
     ],
 )
 def test_change_that_is_printed_makes_the_plan_fit(line, gpus, capsys):
@@ -115,7 +117,12 @@ def test_text_names_parts_error_and_changes(capsys):
     ("line", "named"),
     [
         ("--gpus 4xV100", ["4xV100", "H100"]),
-        ("--gpus 0xH100", ["0xH100"]),
+        *((f"--gpus {gpus}", [gpus]) for gpus in ("0xH100", "1e3xH100", "xH100", "²xH100", "8xH100x2", "9999999xH100")),
+        ("--gpus 1xH100 --inference.vllm.max_num_seqs abc", ["inference.vllm.max_num_seqs = 'abc'"]),
+        ("--gpus 1xH100 --inference.vllm.max_num_batched_tokens -5", ["max_num_batched_tokens = -5"]),
+        ("--gpus 2xH100 --role trainer --trainer.model.ep 2", ["trainer.model.ep = 2", "no experts"]),
+        ("--gpus 1xH100 --completion-tokens 1e11", ["--completion-tokens 1e+11", "2048"]),
+        ("--gpus 1xH100 --price inf", ["--price inf", "below 1e12"]),
         ("--gpus 1xH100 --model.name some/model", ["some/model", "config.json"]),
         ("--gpus 1xH100 --model.name Qwen/Qwen3-99B", ["qwen3-"]),
         ("--gpus 1xH100 --price 0", ["--price 0"]),
@@ -139,10 +146,28 @@ def test_name_of_a_fine_tuned_model_has_the_shape_of_its_base():
             load_shape(name)
 
 
-def test_unknown_layers_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(ConfigError, match="mamba"):
-        plan._main(["--gpus", "1xH100", "--model.name", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"hidden_size": float("inf")}, "hidden_size = inf"),
+        ({"vocab_size": -1}, "vocab_size = -1"),
+        ({"head_dim": 1.5}, "head_dim = 1.5"),
+        ({"num_experts": True}, "num_experts = True"),
+        ({"num_experts": None}, "none of num_experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok above num_experts"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),
+    ],
+)
+def test_impossible_layers_are_refused(config, named, tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    experts = {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | experts))
+    assert load_shape(str(tmp_path)).parameters > 0
+    (tmp_path / "config.json").write_text(json.dumps(sizes | experts | config))
+    with pytest.raises(ConfigError, match=named):
+        load_shape(str(tmp_path))
 
 
 def test_gpus_are_recognized_by_their_drivers_names():

@@ -62,15 +62,15 @@ FA2_ON_HOPPER = 0.36
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
     """Return the number and the kind of `8xH100`, `H100` or `512xb200`. Raises ConfigError."""
-    match = re.fullmatch(r"(?:(\d{1,6})\s*x\s*)?([\w-]+)", text.strip(), re.IGNORECASE)
-    gpu = find_gpu(match[2]) if match else None
-    if match is None or gpu is None or match[1] == "0":
+    match = re.fullmatch(r"(?:([1-9][0-9]{0,5}) ?x ?)?([a-z][a-z0-9-]+)", text.strip(), re.IGNORECASE | re.ASCII)
+    gpu = GPUS.get(match[2].upper()) if match else None
+    if match is None or gpu is None:
         raise ConfigError(f"--gpus {text}: use a number and a GPU, such as 8xH100; known GPUs: {', '.join(GPUS)}")
     return int(match[1] or 1), gpu
 
 
 def find_gpu(name: str, memory_gib: float | None = None) -> Gpu | None:
-    """Return the GPU that a driver, or the user, calls `name`, with the given size; None if it is unknown."""
+    """Return the GPU that a driver calls `name`, with the given size; None if it is unknown."""
     plain = re.sub(r"[^A-Z0-9]", "", name.upper())
     # The longest name first: A100-40 contains A100.
     for gpu in sorted(_TABLE, key=lambda gpu: -len(gpu.name)):

@@ -7,6 +7,7 @@ each token; the efficiencies are assumptions, no published figures calibrate the
 from dataclasses import dataclass
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.core.errors import ConfigError
 from prime_rl.supervisor.planning.gpu_table import GIB, Gpu
 from prime_rl.supervisor.planning.model_shape import ModelShape
 
@@ -77,8 +78,11 @@ class InferenceJob:
 
 
 def inference_memory(job: InferenceJob) -> dict[str, float]:
-    """Return the GiB of one GPU by part; the KV cache is what the other parts leave, and may be negative."""
-    batched = int(job.config.vllm.get("max_num_batched_tokens") or _BATCHED_TOKENS[_is_large(job.gpu)])
+    """Return the GiB of one GPU by part; the KV cache is what the other parts leave, and may be negative.
+
+    Raises ConfigError for an impossible number among the engine's own options.
+    """
+    batched = _engine_number(job, "max_num_batched_tokens", _BATCHED_TOKENS)
     working = 2 * job.element * batched * job.shape.largest_block.products / job.tp
     logits = 4 * min(batched, _sequences(job)) * job.shape.vocabulary
     parts = {
@@ -91,11 +95,16 @@ def inference_memory(job: InferenceJob) -> dict[str, float]:
 
 
 def _sequences(job: InferenceJob) -> int:
-    return int(job.config.vllm.get("max_num_seqs") or _SEQUENCES[_is_large(job.gpu)])
+    return _engine_number(job, "max_num_seqs", _SEQUENCES)
 
 
-def _is_large(gpu: Gpu) -> bool:
-    return gpu.memory >= 70 and not gpu.name.startswith("A100")
+def _engine_number(job: InferenceJob, key: str, defaults: tuple[int, int]) -> int:
+    is_large = job.gpu.memory >= 70 and not job.gpu.name.startswith("A100")
+    if (value := job.config.vllm.get(key)) is None:
+        return defaults[is_large]
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"inference.vllm.{key} = {value!r}: set a whole number above 0")
+    return value
 
 
 def decoding(job: InferenceJob, cache_gib: float) -> tuple[float, float, float]:

@@ -20,6 +20,14 @@ from prime_rl.orchestrator.packing import RowCost
 _KNOWN = Path(__file__).with_name("models.json")
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3", "granite", "nanochat")
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OTHER_SIZES = (
+    *("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "max_position_embeddings"),
+    *("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "decoder_sparse_step"),
+    *("sliding_window", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+)
+_MOST_LAYERS, _LARGEST = 10**4, 10**8
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +210,33 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     if kind not in (*_DENSE, *_SPARSE):
         supported = ", ".join((*_DENSE, *_SPARSE))
         raise ConfigError(f"model.name = {name}: plan does not know the layers of a {kind!r}; it knows {supported}")
+    _check_sizes(name, text, kind)
     kinds = _window_kinds(text, kind)
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", kind.startswith("gemma")))
     blocks = tuple(_block(text, kind, layer, windowed) for layer, windowed in enumerate(kinds))
     longest = text.get("max_position_embeddings", 131072)
     return ModelShape(name, blocks, text["hidden_size"], text["vocab_size"], bool(tied), longest)
+
+
+def _check_sizes(name: str, text: Mapping[str, Any], kind: str) -> None:
+    """Raise ConfigError for a size that is no whole number, or not above 0 where it must be."""
+    needed = [*_SIZES, *(("intermediate_size",) if kind in _DENSE else ("num_experts_per_tok",))]
+    experts = [key for key in _EXPERTS if text.get(key) is not None]
+    if kind in _SPARSE and not experts:
+        raise ConfigError(f"model.name = {name}: its config.json has none of {', '.join(_EXPERTS)}")
+    for key in (*needed, *_OTHER_SIZES, *experts):
+        value = text.get(key)
+        least, most = (1 if key in needed else 0), (_MOST_LAYERS if key == "num_hidden_layers" else _LARGEST)
+        if (key in needed or value is not None) and not (type(value) is int and least <= value <= most):
+            raise ConfigError(
+                f"model.name = {name}: its config.json has {key} = {value!r}; a whole number from {least} to {most} is "
+                "needed"
+            )
+    types, layers = text.get("layer_types"), text["num_hidden_layers"]
+    if types and len(types) != layers:
+        raise ConfigError(f"model.name = {name}: its config.json has {len(types)} layer_types for {layers} layers")
+    if experts and 0 < text[experts[0]] < (text.get("num_experts_per_tok") or 0):
+        raise ConfigError(f"model.name = {name}: its config.json has num_experts_per_tok above {experts[0]}")
 
 
 def _window_kinds(text: Mapping[str, Any], kind: str) -> list[bool]:
@@ -215,7 +245,7 @@ def _window_kinds(text: Mapping[str, Any], kind: str) -> list[bool]:
     if types := text.get("layer_types"):
         if other := {*types} - {"full_attention", "sliding_attention"}:
             raise ConfigError(f"plan does not know layers of the type {min(other)!r}")
-        return [one == "sliding_attention" for one in types][:layers]
+        return [one == "sliding_attention" for one in types]
     if kind == "gemma3_text":
         return [(layer + 1) % text.get("sliding_window_pattern", 6) > 0 for layer in range(layers)]
     if kind in ("gpt_oss", "gemma2"):
@@ -227,7 +257,7 @@ def _window_kinds(text: Mapping[str, Any], kind: str) -> list[bool]:
 def _block(text: Mapping[str, Any], kind: str, layer: int, windowed: bool) -> Block:
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     attention, head_norms, query, key_value, output, cached = _attention(text, kind, hidden, heads)
-    experts = next((text[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(key)), 0)
+    experts = next((text[key] for key in _EXPERTS if text.get(key)), 0)
     is_dense = kind in _DENSE or not experts or layer < text.get("first_k_dense_replace", 0)
     is_dense |= layer in (text.get("mlp_only_layers") or ()) or (layer + 1) % (text.get("decoder_sparse_step") or 1) > 0
     if is_dense:
@@ -236,7 +266,7 @@ def _block(text: Mapping[str, Any], kind: str, layer: int, windowed: bool) -> Bl
         mlp = (2 if kind == "nanochat" else 3) * hidden * width + (2 * width + hidden if text.get("mlp_bias") else 0)
     else:
         expert = text.get("moe_intermediate_size") or text["intermediate_size"]
-        chosen = text.get("num_experts_per_tok", 2)
+        chosen = text["num_experts_per_tok"]
         width = text.get("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0
         width = width or expert * (text.get("n_shared_experts") or 0)
         mlp = 3 * hidden * width + hidden * experts + (hidden if kind == "qwen2_moe" else 0)

@@ -162,7 +162,8 @@ def _trainer_changes(job: TrainerJob) -> Iterator[Change]:
         if degree > job.cp:
             yield key(f"cp {degree}", topic="cp", cp=ContextParallelConfig(degree=degree))
     if not model.fsdp_cpu_offload and job.optim.type != "muon":
-        yield key("fsdp-cpu-offload", topic="offload", fsdp_cpu_offload=True, optim_cpu_offload=False)
+        instead = f" {prefix}.optim-cpu-offload false" if model.optim_cpu_offload else ""
+        yield key(f"fsdp-cpu-offload{instead}", topic="offload", fsdp_cpu_offload=True, optim_cpu_offload=False)
     for ranks in (job.ranks * 2**power for power in range(1, 8)):
         change = partial(_with_trainer, ranks=ranks)
         yield Change(f"{ranks} GPUs for the trainer", change, _GPUS, "ranks")
@@ -186,12 +187,15 @@ def _inference_changes(job: InferenceJob) -> Iterator[Change]:
 
     length, config = math.ceil(job.prompt_tokens + job.longest), job.config
     if job.model_length > length:
-        yield change(f"--max-model-len {length}", model=config.model.model_copy(update={"max_model_len": length}))
+        instead = f" in place of {config.model.max_model_len}" if config.model.max_model_len else ""
+        shorter = config.model.model_copy(update={"max_model_len": length})
+        yield change(f"--max-model-len {length}{instead}", model=shorter)
     most = InferenceConfig.model_fields["gpu_memory_utilization"].default
     if config.gpu_memory_utilization < most:
         yield change(f"--gpu-memory-utilization {most}", gpu_memory_utilization=most)
     for tp in (2, 4, 8):
         if tp > job.tp:
-            more = f" on {tp} GPUs" if tp > job.num_gpus else ""
+            num_gpus = math.ceil(job.num_gpus / tp) * tp
+            more = f" with {num_gpus} GPUs for inference" if num_gpus > job.num_gpus else ""
             parallel = config.parallel.model_copy(update={"tp": tp})
-            yield change(f"--inference.parallel.tp {tp}{more}", max(tp, job.num_gpus), parallel=parallel)
+            yield change(f"--inference.parallel.tp {tp}{more}", num_gpus, parallel=parallel)

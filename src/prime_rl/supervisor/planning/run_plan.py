@@ -101,7 +101,7 @@ def make_plan(config: RLConfig | SFTConfig, request: PlanRequest) -> RunPlan:
     shape = load_shape(config.trainer.model.name)
     degrees = {"trainer.model.tp": config.trainer.model.tp, "inference.parallel.tp": server.parallel.tp}
     for key, degree in degrees.items():
-        if any(block.query % degree for block in shape.blocks):
+        if not _divides_heads(shape, degree):
             raise ConfigError(
                 f"{key} = {degree} does not divide the attention heads of {shape.name}; use a power of two"
             )
@@ -112,6 +112,7 @@ def make_plan(config: RLConfig | SFTConfig, request: PlanRequest) -> RunPlan:
     longest = min(orchestrator.sampling.max_tokens or orchestrator.seq_len, orchestrator.seq_len)
     prompt = request.prompt_tokens or min(_PROMPT_TOKENS, orchestrator.seq_len / 4)
     most = max(1.0, min(longest, orchestrator.seq_len - prompt))
+    _check_tokens(request, orchestrator.seq_len - 1, longest)
     completion = request.completion_tokens or most / 2
     sample = min(prompt + completion, orchestrator.seq_len)
     batch = sum(one.batch_size for one in config.orchestrators.values())
@@ -141,8 +142,20 @@ def make_plan(config: RLConfig | SFTConfig, request: PlanRequest) -> RunPlan:
     )
 
 
+def _check_tokens(request: PlanRequest, prompt: int, completion: int) -> None:
+    limits = {"prompt": (request.prompt_tokens, prompt), "completion": (request.completion_tokens, completion)}
+    for name, (tokens, most) in limits.items():
+        if tokens is not None and tokens > most:
+            raise ConfigError(f"--{name}-tokens {tokens:g}: the configuration allows {most}; set seq_len, or fewer")
+
+
+def _divides_heads(shape: ModelShape, degree: int) -> bool:
+    return all(block.query % degree == 0 for block in shape.blocks)
+
+
 def _plan_sft(config: SFTConfig, request: PlanRequest) -> RunPlan:
     shape, data = load_shape(config.model.name), config.data
+    _check_tokens(request, data.seq_len, data.seq_len)
     ranks = request.num_gpus or 1
     sample = (request.prompt_tokens or 0) + (request.completion_tokens or 0) or data.seq_len
     row = data.seq_len * data.micro_batch_size
@@ -165,6 +178,9 @@ def _trainer_job(
     trainer = config if isinstance(config, SFTConfig) else config.trainer
     model = trainer.model
     is_sft = isinstance(config, SFTConfig)
+    if model.ep > 1 and not shape.experts:
+        key = "model.ep" if is_sft else "trainer.model.ep"
+        raise ConfigError(f"{key} = {model.ep}: {shape.name} has no experts; leave it out")
     broadcast = "filesystem" if isinstance(config, SFTConfig) else config.trainer.weight_broadcast.type
     has_reference = not isinstance(config, SFTConfig) and config.trainer.reference_name is not None
     largest = 2.0 * shape.embedding if broadcast == "ipc" else 0.0
@@ -268,7 +284,10 @@ def problems(plan: RunPlan) -> list[str]:
 
 
 def is_valid(plan: RunPlan) -> bool:
-    """Return whether the trainer's keys can be combined, and its ranks divided so."""
+    """Return whether the trainer's keys can be combined, and the GPUs of both processes divided so."""
+    if (server := plan.inference) is not None:
+        if server.num_gpus % server.tp or not _divides_heads(server.shape, server.tp):
+            return False
     if plan.trainer is None:
         return True
     try:
