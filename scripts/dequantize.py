@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,8 @@ def main() -> None:
         raise ConfigError(f"{directory} exists and is not an empty directory; name a new one")
     source = find_model(name, None, DOWNLOAD_SECONDS)
     if directory.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"{directory} is inside of {name}; name a directory elsewhere")
+        raise ConfigError(f"{directory} is inside of {name}; set a DIR outside of it")
+    is_new = not directory.exists()
     # The library raises these for what is missing or does not fit.
     errors = (ValueError, LookupError, RuntimeError, TypeError, AttributeError, OSError, SafetensorError)
     try:
@@ -56,6 +58,8 @@ def main() -> None:
             dequantize(name, source, directory)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
+        if not is_new:
+            directory.mkdir()
         raise
     print(f"wrote {directory} in bfloat16")
 
@@ -74,8 +78,16 @@ def dequantize(name: str, source: Path, directory: Path) -> None:
     method = quantization.get("quant_method")
     if method not in READABLE_QUANTIZATION:
         raise ConfigError(f"MODEL: {name} has the format {method}, which cannot be read; use the original checkpoint")
-    names = get_weight_map(get_checkpoint_files(source))
-    convert_checkpoint(source, directory, make_converter(source, quantization, names))
+    files = get_checkpoint_files(source)
+    names = get_weight_map(files)
+    with TemporaryDirectory() as folder:
+        # A second copy of the weights, such as consolidated.safetensors, is in no index.
+        for file, path in files.items():
+            if not file.endswith(".safetensors") or file in names.values():
+                link = Path(folder, file)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(Path(path).resolve())
+        convert_checkpoint(folder, directory, make_converter(source, quantization, names))
 
 
 def make_converter(source: Path, quantization: dict[str, Any], names: Iterable[str]) -> "Converter":

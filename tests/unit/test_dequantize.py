@@ -30,6 +30,7 @@ def write(directory: Path, quantization: dict | None, tensors: dict[str, torch.T
     (directory / "tokenizer.json").write_text("{}")
     kept = {"model.norm.weight": torch.ones(3, dtype=torch.bfloat16), "model.embed_tokens.weight": torch.ones(2, 2)}
     save_file(tensors | kept, directory / "model.safetensors")
+    save_file({"output.weight": eighths(2, 2)}, directory / "consolidated.safetensors")  # another copy of the weights
     return directory
 
 
@@ -113,7 +114,7 @@ def test_weights_are_the_products_in_bfloat16(make, tmp_path, monkeypatch):
     np.testing.assert_array_equal(weights[name].float().numpy(), torch.tensor(wanted).bfloat16().float().numpy())
     assert weights["model.embed_tokens.weight"].dtype == torch.float32
     assert json.loads((tmp_path / "new/config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
-    assert (tmp_path / "new/tokenizer.json").exists()
+    assert (tmp_path / "new/tokenizer.json").exists() and not (tmp_path / "new/consolidated.safetensors").exists()
 
 
 def eight_bits(*shape: int) -> torch.Tensor:
@@ -177,8 +178,10 @@ def test_wrong_places_and_files_are_one_line(problem, tmp_path, monkeypatch, cap
     source = write(tmp_path / "model", settings, tensors)
     if problem == "truncated":
         (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:2000])
+        (tmp_path / "new").mkdir()
     target = source / "new" if problem == "inside" else tmp_path / "new"
     with pytest.raises(SystemExit) as exit_code:
         run(monkeypatch, source, target)
-    assert exit_code.value.code == 2 and not target.exists()
+    assert exit_code.value.code == 2 and target.exists() == (problem == "truncated")
+    assert not [*tmp_path.glob("new/*")]
     assert "Traceback" not in capsys.readouterr().err

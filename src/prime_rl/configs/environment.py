@@ -196,14 +196,14 @@ class EnvConfig(BaseConfig):
             raise ValueError(f'url = {url!r} needs type = "openenv"; the address that an id takes is one of its args')
         if kind is None or not isinstance(args, dict):
             return kept
-        if not re.match("https?://.", str(url)):
+        if not re.fullmatch(r"(?i:https?)://[^\s/]\S*", str(url)):
             raise ValueError(f"type = {kind!r} needs url, such as http://localhost:8000, not {url!r}")
         if kept.get("id", "openenv") != "openenv":
             raise ValueError(f"id = {kept['id']!r} and type = {kind!r} are two environments; set one")
         if args.get("base_url", url) != url:
             raise ValueError(f"url = {url!r} and args.base_url = {args['base_url']!r} are two servers; set url")
-        package = kept.get("package") or "verifiers[openenv]>=0.4"
-        return {**kept, "id": "openenv", "package": package, "args": {**args, "base_url": url}}
+        chosen = {"id": "openenv", "args": {**args, "base_url": url}}
+        return {"package": "verifiers[openenv]>=0.4"} | kept | chosen
 
     @field_validator("name")
     @classmethod

@@ -228,7 +228,7 @@ def _stop_request(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> C
 def _find_runs_of_others(config: RLConfig, paths: RunPaths) -> Callable[[], bool]:
     """Return a check, for repeated calls, whether an orchestrator that this `rl` has not started uses the trainer.
 
-    It is for the time when those that `rl` has started have exited: one may have been started again by hand.
+    `rl` asks it after its own orchestrators have exited: the user may have resumed a failed one, which still trains.
     """
     limits, monitors = config.heartbeat.limits, dict[str, HeartbeatMonitor]()
 

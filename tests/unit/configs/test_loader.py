@@ -277,7 +277,11 @@ def test_variables_are_below_a_resolved_file_and_unread_by_processes_of_rl(monke
         (RLConfig, ["--orchestrator.env.id", ""], ["env.0", "id is empty; name an environment"]),
         (RLConfig, ["--orchestrator.env.url", "http://a:1"], ["env.0: url = 'http://a:1' needs type = \"openenv\""]),
         (RLConfig, ["--orchestrator.env.type", "openenv"], ["env.0: type = 'openenv' needs url", "not None"]),
-        (RLConfig, [*OPENENV, "--orchestrator.env.url", "a:1"], ["needs url, such as http://localhost:8000, not"]),
+        *(
+            (RLConfig, [*OPENENV, "--orchestrator.env.url", url], ["needs url, such as http://localhost:8000, not"])
+            for url in ("a:1", "http://a b", "http://")
+        ),
+        (RLConfig, [*OPENENV, "--orchestrator.env.package", ""], ["package"]),
         (RLConfig, [*OPENENV, "--orchestrator.env.id", "gsm8k"], ["id = 'gsm8k' and type = 'openenv' are two"]),
         (RLConfig, [*OPENENV, "--orchestrator.env.args", "{'base_url': 'http://b:1'}"], ["are two servers; set url"]),
         (RLConfig, ["--orchestrator.env.type", "gym"], ["env.0.type = 'gym' (--orchestrator.env.type)", "'openenv'"]),

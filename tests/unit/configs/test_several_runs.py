@@ -216,7 +216,7 @@ def test_make_process_specs_run_that_was_evicted_or_removed_is_over(shared):
 
 def test_make_process_specs_trainer_is_in_use_by_a_run_that_joined_or_was_resumed_and_lives(shared):
     trainer = make_process_specs(shared, shared.run_paths)[-1]
-    assert "run_alpha" in shared.orchestrators, "`rl` has started it: it was resumed by hand after a failure"
+    assert "run_alpha" in shared.orchestrators, "`rl` has started it: the user resumed it after a failure"
     for name in ("run_alpha", "run_other"):
         assert not trainer.in_use()
         running = beat(RunPaths(shared.output_dir / name))
