@@ -231,8 +231,8 @@ def _published_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "gpus, model, job, tokens; GiB (published), error; seconds/step (published), error of tokens/s"
     for row in rows:
         yield (
-            "{gpus:7} {model:16} {job:12} {tokens:7,} {planned_memory_gib:6.1f} ({memory_gib:6.2f}) {memory_error:+9.1%}"
-            " {planned_step_seconds:10.2f} ({step_seconds:.2f}) {speed_error:+12.1%}"
+            "{gpus:7} {model:16} {job:12} {tokens:7,} {planned_memory_gib:6.1f} ({memory_gib:6.2f}) "
+            "{memory_error:+9.1%} {planned_step_seconds:10.2f} ({step_seconds:.2f}) {speed_error:+12.1%}"
         ).format_map(row)
 
 

@@ -38,6 +38,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError
+from prime_rl.trainer.model.lora import LowRank
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.parallel.device_mesh import (
     ContextParallel,
@@ -176,9 +177,12 @@ def apply_expert_parallel(causal_lm: PreTrainedModel, mesh: DeviceMesh) -> list[
     modules: list[nn.Module] = []
     for name, module in causal_lm.base_model.named_modules():
         keys = [key for key in module._parameters if plan.get(plan_pattern(f"{name}.{key}")) == "grouped_gemm"]
+        what = f"model.ep {mesh.size()}: {type(causal_lm).__name__} {name}"
         for key in keys:
-            shard_parameter(module, key, mesh, 0, f"model.ep {mesh.size()}: {type(causal_lm).__name__} {name}")
+            shard_parameter(module, key, mesh, 0, what)
         if keys:
+            for factor in (child for child in module.modules() if isinstance(child, LowRank)):
+                shard_parameter(factor, "weight", mesh, 0, what)
             _dispatch_tokens(module, mesh.get_group())
             modules.append(module)
     if not modules:

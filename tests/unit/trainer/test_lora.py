@@ -12,12 +12,12 @@ import transformers
 from safetensors.numpy import load_file
 
 from prime_rl.configs.base_model import TokenizerConfig
-from prime_rl.configs.training.model import ActivationCheckpointConfig, LoRAConfig, TrainerModelConfig
+from prime_rl.configs.training.model import DEFAULT_TARGETS, ActivationCheckpointConfig, LoRAConfig, TrainerModelConfig
 from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.tensor_hashes import hash_tensors
-from prime_rl.trainer.model.lora import adapted_layers, add_adapters
+from prime_rl.trainer.model.lora import adapted_experts, adapted_layers, add_adapters
 from prime_rl.trainer.model.policy_model import PolicyModel, load_tokenizer
 from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.process_group import World
@@ -34,6 +34,7 @@ from tests.unit.trainer.world import run_world
 LORA = LoRAConfig(rank=4, alpha=12)
 MOE = ARCHITECTURES["qwen3_moe"]()
 MOE.vocab_size = 128
+EXPERTS_LORA = LoRAConfig(rank=8, alpha=24, target_modules=[*DEFAULT_TARGETS, "experts"])
 ATTENTION = LORA.model_copy(update={"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]})
 
 
@@ -47,7 +48,7 @@ def train(world, path, lora=LORA, steps=3, **options):
 
 def publish(world, policy, tokenizer, target, kind):
     """Publish the policy as `kind`."""
-    for layer in adapted_layers(policy).values():
+    for layer in (*adapted_layers(policy).values(), *adapted_experts(policy).values()):
         layer.config = layer.config.model_copy(update={"publish": kind})
     Publisher(policy, tokenizer, torch.float32, world).publish(target, PolicyVersion(0, 3))
 
@@ -56,14 +57,17 @@ def train_adapters(world: World, argument: str):
     """Train a dense model and one with experts, and publish both ways; runs on every rank."""
     root, results = Path(argument), {}
     tokenizer = load_tokenizer(TokenizerConfig(name=str(root / "dense")), TrainerModelConfig(name=str(root / "dense")))
-    for name in ("dense", "moe"):
-        # The dense model recomputes activations; on four ranks it has two replicas of two shards.
-        options = {"ac": ActivationCheckpointConfig(), "dp_replicate": max(1, world.size // 2)}
-        policy, steps = train(world, root / name, **(options if name == "dense" else {"lora": ATTENTION}))
+    # The dense model recomputes activations; on four ranks it has two replicas of two shards, or two groups of experts.
+    for name, base, options in (
+        ("dense", "dense", {"ac": ActivationCheckpointConfig(), "dp_replicate": max(1, world.size // 2)}),
+        ("moe", "moe", {"lora": ATTENTION}),
+        ("experts", "moe", {"lora": EXPERTS_LORA, "ep": max(1, world.size // 2), "ac": ActivationCheckpointConfig()}),
+    ):
+        policy, steps = train(world, root / base, **options)
         with torch.no_grad():
             logprobs = policy(pack(segments(100)))[0]
         results[name] = [[step.loss, step.grad_norm] for step in steps], logprobs.tolist()
-        for kind in ("merged", "adapter"):
+        for kind in ("merged", "adapter")[: 1 if name == "experts" else 2]:
             publish(world, policy, tokenizer, root / f"{name}_{kind}_{world.size}", kind)
     return results
 
@@ -86,10 +90,11 @@ def alone(module_world, root):
 @pytest.mark.extended
 def test_adapters_do_not_depend_on_the_world_size(root, alone, tmp_path):
     together = run_world(4, train_adapters, str(root), tmp_path)[0]
-    for name in ("dense", "moe"):
+    for name in ("dense", "moe", "experts"):
         for got, wanted in zip(together[name], alone[name], strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=2e-5)
-        for kind, file in (("merged", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
+        files = (("merged", "model.safetensors"), ("adapter", "adapter_model.safetensors"))
+        for kind, file in files[: 1 if name == "experts" else 2]:
             expected = load_file(root / f"{name}_{kind}_1" / file)
             for key, value in load_file(root / f"{name}_{kind}_4" / file).items():
                 np.testing.assert_allclose(value, expected[key], atol=2e-5, err_msg=key)
@@ -136,9 +141,10 @@ def test_merge_adapter_equals_merged_publication(root, alone, tmp_path):
         merge_adapter(tmp_path / "scales", root / "dense", tmp_path / "other")
 
 
-def test_adapted_policy_has_the_logprobs_of_the_merged_model(root, alone):
-    trained, row = torch.tensor(alone["dense"][1]), pack(segments(100))
-    merged, base = (load_policy(TrainerModelConfig(name=str(root / name)), 0) for name in ("dense_merged_1", "dense"))
+@pytest.mark.parametrize(("name", "base"), [("dense", "dense"), ("experts", "moe")])
+def test_adapted_policy_has_the_logprobs_of_the_merged_model(root, alone, name, base):
+    trained, row = torch.tensor(alone[name][1]), pack(segments(100))
+    merged, base = (load_policy(TrainerModelConfig(name=str(root / one)), 0) for one in (f"{name}_merged_1", base))
     with torch.no_grad():
         torch.testing.assert_close(trained, merged(row)[0], atol=2e-5, rtol=0)
         assert (trained - base(row)[0]).abs().max() > 1e-2, "three steps have changed the policy"
@@ -217,6 +223,7 @@ def test_target_modules_select_layers(name, targets, layers):
     [
         ("llama", ["q_proj", "query"], "no linear layer matches 'query'; available: down_proj, gate_proj, k_proj"),
         ("llama", ["lm_head"], "no linear layer matches 'lm_head'"),
+        ("llama", ["q_proj", "experts"], "'experts': the model has none|has no experts"),
         ("gpt_neox", None, "the model has none of the default targets; available: dense, dense_4h_to_h"),
     ],
 )
@@ -230,3 +237,46 @@ def test_lora_options_that_conflict_are_refused():
         LoRAConfig(target_modules=["(q_proj"])
     with pytest.raises(ValueError, match=r"lora does not support tp = 2: .*model\.tp=1"):
         TrainerModelConfig(lora=LORA, tp=2)
+    with pytest.raises(ValueError, match="adapters of experts are published merged"):
+        LoRAConfig(target_modules=["experts"], publish="adapter")
+    with pytest.raises(ValueError, match="rank = 12: adapters of experts need a multiple of 8"):
+        LoRAConfig(target_modules=["q_proj", "experts"], rank=12)
+
+
+def with_experts(config):
+    """A policy with adapters on attention and experts, and random factors."""
+    policy = PolicyModel(transformers.AutoModelForCausalLM.from_config(config))
+    add_adapters(policy, EXPERTS_LORA, torch.float32)
+    torch.manual_seed(1)
+    for factor in (p for p in policy.parameters() if p.requires_grad):
+        torch.nn.init.normal_(factor, std=0.05)
+    return policy
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "qwen3_moe_some_dense", "mixtral", "deepseek_v3", "gpt_oss_sinks_window"]
+)
+def test_adapters_of_experts_are_sums_of_weights(name):
+    """Values and gradients are those of W + (alpha / rank) B A in the loop over experts that transformers has."""
+    policy, row = with_experts(ARCHITECTURES[name]()), pack(segments(ARCHITECTURES[name]().vocab_size))
+    plain = PolicyModel(
+        transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name](), experts_implementation="eager")
+    )
+    factors = {key: p for key, p in policy.named_parameters() if p.requires_grad}
+    sums = {}
+    for key, weight in policy.named_parameters():
+        for layer in (key.removesuffix(".weight"), f"{key}_lora"):
+            if f"{layer}.lora_A.weight" in factors:
+                delta = 3.0 * factors[f"{layer}.lora_B.weight"] @ factors[f"{layer}.lora_A.weight"]
+                weight = weight + (delta.mT if "gpt_oss" in name and delta.ndim == 3 else delta)
+        sums[key] = weight
+    wanted = torch.func.functional_call(plain, {k: v for k, v in sums.items() if k not in factors}, (row,))[0]
+    slope = torch.randn_like(wanted)
+    expected = torch.autograd.grad((wanted * slope).sum(), list(factors.values()))
+    got = policy(row)[0]
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5)
+    for gradient, reference in zip(
+        torch.autograd.grad((got * slope).sum(), list(factors.values())), expected, strict=True
+    ):
+        torch.testing.assert_close(gradient, reference, atol=1e-4, rtol=1e-4)
+    assert sum(factor.ndim == 3 for factor in factors.values()) >= 4

@@ -38,7 +38,7 @@ class ActivationOffloadConfig(BaseConfig):
     """Maximum number of concurrent copies: more hide the copies better and use more GPU memory."""
 
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
 DEFAULT_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -57,7 +57,8 @@ class LoRAConfig(BaseConfig):
 
     target_modules: StrList = Field(DEFAULT_TARGETS)
     """Linear layers with an adapter: last parts of their names, regular expressions for the whole name, or `all-linear`
-    (all but the output head). Default names that the model does not have are ignored."""
+    (all but the output head); `experts` is each expert of a mixture. Default names that the model does not have are
+    ignored."""
 
     base_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Precision of the frozen weights; auto is the precision of forward and backward. Adapters use float32."""
@@ -65,6 +66,15 @@ class LoRAConfig(BaseConfig):
     publish: Literal["merged", "adapter"] = "merged"
     """Publish all weights with the adapters merged into them, or the adapters alone in peft's format, for a server with
     `enable_lora`."""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if EXPERTS in self.target_modules:
+            if self.publish == "adapter":
+                raise ValueError("target_modules: adapters of experts are published merged; set publish = 'merged'")
+            if self.rank % 8:  # grouped matrix products need rows of 16 bytes
+                raise ValueError(f"rank = {self.rank}: adapters of experts need a multiple of 8")
+        return self
 
     @property
     def scale(self) -> float:

@@ -285,9 +285,9 @@ def problems(plan: RunPlan) -> list[str]:
 
 def is_valid(plan: RunPlan) -> bool:
     """Return whether the trainer's keys can be combined, and the GPUs of both processes divided so."""
-    if (server := plan.inference) is not None:
-        if server.num_gpus % server.tp or not _divides_heads(server.shape, server.tp):
-            return False
+    server = plan.inference
+    if server is not None and (server.num_gpus % server.tp or not _divides_heads(server.shape, server.tp)):
+        return False
     if plan.trainer is None:
         return True
     try:

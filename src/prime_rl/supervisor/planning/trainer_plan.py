@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from prime_rl.configs.training.model import DEFAULT_TARGETS, TrainerModelConfig
+from prime_rl.configs.training.model import DEFAULT_TARGETS, EXPERTS, TrainerModelConfig
 from prime_rl.configs.training.optim import OptimConfig
 from prime_rl.supervisor.planning.gpu_table import FA2_ON_HOPPER, GIB, NODE, Gpu
 from prime_rl.supervisor.planning.model_shape import ModelShape
@@ -107,8 +107,8 @@ class TrainerJob:
             if block.width:
                 layers |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), block.hidden + block.width)
             named = {*lora.target_modules}
-            sizes += [size for name, size in layers.items() if name in named or not named <= {*DEFAULT_TARGETS}]
-            if self.upstream and block.chosen:
+            sizes += [size for name, size in layers.items() if name in named or named - {*DEFAULT_TARGETS, EXPERTS}]
+            if (self.upstream or EXPERTS in named) and block.chosen:
                 width = block.expert_width // block.chosen
                 sizes += 3 * [block.experts // (3 * block.hidden * width) * (block.hidden + width)]
         return sizes

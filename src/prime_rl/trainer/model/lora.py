@@ -7,38 +7,49 @@ uses. Only adapters have gradients and optimizer state. B is initialised with 0,
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from loguru import logger
 from torch import Tensor, nn
+from transformers.integrations.moe import _grouped_linear
 
-from prime_rl.configs.training.model import ALL_LINEAR, DEFAULT_TARGETS, LoRAConfig
+from prime_rl.configs.training.model import ALL_LINEAR, DEFAULT_TARGETS, EXPERTS, LoRAConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.model.policy_model import PolicyModel
+from prime_rl.trainer.parallel.device_mesh import local_tensor
 
 _SHOWN = 12
 
 
 class LowRank(nn.Module):
-    """One factor of an adapter, float32: A is [rank, in], B is [out, rank]; None where no adapter is active."""
+    """One factor of an adapter, float32: A is [rank, in], B is [out, rank]; None where no adapter is active.
+
+    The factors of a stack of experts have the experts as an additional first dimension.
+    """
 
     weight: nn.Parameter | None
 
-    def __init__(self, rows: int, columns: int, zero: bool, device: torch.device, is_own: bool = True) -> None:
+    def __init__(self, *shape: int, zero: bool, device: torch.device, is_own: bool = True) -> None:
         super().__init__()
         self._zero = zero
-        own = nn.Parameter(torch.empty(rows, columns, dtype=torch.float32, device=device)) if is_own else None
+        own = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device)) if is_own else None
         self.register_parameter("weight", own)
         if is_own:
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise A as torch initialises a linear layer, uniform in +-1/sqrt(in), and B with 0."""
+        assert self.weight is not None
         if self._zero:
             nn.init.zeros_(self.weight)
-        else:
+        elif self.weight.ndim == 2:
             nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+        else:
+            bound = self.weight.shape[-1] ** -0.5
+            nn.init.uniform_(self.weight, -bound, bound)
 
 
 class AdaptedLinear(nn.Linear):
@@ -68,6 +79,71 @@ class AdaptedLinear(nn.Linear):
     def scale(self) -> float:
         """Factor of the adapter's output: alpha / rank."""
         return self.config.scale
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return the sum of the whole weight [out, in] and the whole adapter, float32."""
+        return torch.addmm(weight.float(), b, a, alpha=self.scale)
+
+
+class ExpertsAdapter(nn.Module):
+    """The adapters of one stack of experts' matrices: y = W x + (alpha / rank) B A dropout(x) for each expert.
+
+    A is [experts, rank, in] and B is [experts, out, rank]. It belongs to the module of the experts, next to the stack,
+    which has the name of the adapter without its ending.
+    """
+
+    ENDING = "_lora"
+
+    def __init__(self, stack: nn.Parameter, config: LoRAConfig, is_transposed: bool) -> None:
+        """`is_transposed`: the stack is [experts, in, out], not [experts, out, in]."""
+        super().__init__()
+        self.config, self._is_transposed = config, is_transposed
+        count, rows, columns = stack.shape if not is_transposed else stack.mT.shape
+        self.lora_A = LowRank(count, config.rank, columns, zero=False, device=stack.device)
+        self.lora_B = LowRank(count, rows, config.rank, zero=True, device=stack.device)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapter's output: alpha / rank."""
+        return self.config.scale
+
+    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        """Map tokens [n, in], sorted by experts whose last tokens precede `ends` [experts], to [n, out]."""
+        a, b = (local_tensor(factor.weight).to(tokens.dtype) for factor in (self.lora_A, self.lora_B))
+        if self.config.dropout:
+            tokens = F.dropout(tokens, self.config.dropout, training=torch.is_grad_enabled())
+        return _grouped_linear(_grouped_linear(tokens, a, ends) * self.scale, b, ends)
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return the sum of the whole stack and the whole adapters, float32."""
+        sum_ = weight.mT if self._is_transposed else weight
+        sum_ = torch.baddbmm(sum_.float(), b, a, alpha=self.scale)
+        return sum_.mT.contiguous() if self._is_transposed else sum_
+
+
+def run_experts(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Run tokens through experts with adapters; a replacement of the forward of transformers' modules.
+
+    Args:
+        experts: the module, with the names and options of transformers' `use_experts_implementation`.
+        states: [n, hidden].
+        chosen: experts of each token, [n, k].
+        weights: of these experts, [n, k].
+    """
+    expert_ids, order = chosen.flatten().sort(stable=True)
+    counts = expert_ids.new_zeros(len(experts.down_proj)).scatter_add(0, expert_ids, torch.ones_like(expert_ids))
+    ends = counts.cumsum(0, dtype=torch.int32)
+
+    def project(tokens: Tensor, key: str) -> Tensor:
+        bias = getattr(experts, f"{key}_bias")[expert_ids] if experts.has_bias else None
+        base = _grouped_linear(tokens, getattr(experts, key), ends, bias, experts.is_transposed)
+        return base + getattr(experts, key + ExpertsAdapter.ENDING)(tokens, ends)
+
+    up = project(states[order // chosen.shape[1]], "gate_up_proj" if experts.has_gate else "up_proj")
+    results = project(experts._apply_gate(up) if experts.has_gate else experts.act_fn(up), "down_proj")
+    results = results * weights.flatten()[order, None]
+    results = torch.empty_like(results).index_copy(0, order, results).unflatten(0, chosen.shape)
+    return results.sum(1).to(states.dtype)
 
 
 class Adapter:
@@ -123,8 +199,19 @@ def add_adapters(policy: PolicyModel, config: LoRAConfig, compute_dtype: torch.d
         head = policy.causal_lm.get_output_embeddings()
         head.lora_A = LowRank(config.rank, head.in_features, zero=False, device=head.weight.device, is_own=False)
         head.lora_B = LowRank(head.out_features, config.rank, zero=True, device=head.weight.device, is_own=False)
-    if any(p.ndim > 2 for p in policy.parameters()):
-        logger.warning("model.lora: stacked experts get no adapter and stay frozen")
+    stacks = _stacks(policy)
+    if EXPERTS in config.target_modules:
+        if not stacks:
+            raise ConfigError(
+                f"model.lora.target_modules: the model has no experts that can have adapters, {EXPERTS!r}"
+            )
+        for experts, keys in stacks:
+            for key in keys:
+                adapter = ExpertsAdapter(experts.get_parameter(key), config, bool(experts.is_transposed))
+                experts.add_module(key + ExpertsAdapter.ENDING, adapter)
+            experts.forward = partial(run_experts, experts)
+    elif stacks:
+        logger.warning(f"model.lora: the experts stay frozen; {EXPERTS!r} in model.lora.target_modules adapts them")
 
 
 def freeze(policy: PolicyModel, dtype: torch.dtype) -> None:
@@ -136,8 +223,13 @@ def freeze(policy: PolicyModel, dtype: torch.dtype) -> None:
 
 
 def adapted_layers(policy: PolicyModel) -> dict[str, AdaptedLinear]:
-    """Return name in `policy.causal_lm` -> layer, for the layers with an adapter."""
+    """Return name in `policy.causal_lm` -> layer, for the linear layers with an adapter."""
     return {name: layer for name, layer in policy.causal_lm.named_modules() if isinstance(layer, AdaptedLinear)}
+
+
+def adapted_experts(policy: PolicyModel) -> dict[str, ExpertsAdapter]:
+    """Return name in `policy.causal_lm` -> adapters, for the stacks of experts that have them."""
+    return {name: layer for name, layer in policy.causal_lm.named_modules() if isinstance(layer, ExpertsAdapter)}
 
 
 def adapter_rooms(policy: PolicyModel) -> dict[str, nn.Linear]:
@@ -154,18 +246,25 @@ def _targets(policy: PolicyModel, config: LoRAConfig) -> list[str]:
     head, modules = policy.causal_lm.get_output_embeddings(), policy.causal_lm.named_modules()
     linear = [name for name, module in modules if type(module) is nn.Linear and module is not head]
     chosen: set[str] = set()
-    for target in config.target_modules:
+    has_defaults = {*DEFAULT_TARGETS} <= {*config.target_modules}
+    for target in (one for one in config.target_modules if one != EXPERTS):
         matched = {
             name
             for name in linear
             if target == ALL_LINEAR or f".{name}".endswith(f".{target}") or re.fullmatch(target, name)
         }
-        if not matched and config.target_modules != DEFAULT_TARGETS:
+        if not matched and not (has_defaults and target in DEFAULT_TARGETS):
             raise ConfigError(f"model.lora.target_modules: no linear layer matches {target!r}; {_available(linear)}")
         chosen |= matched
-    if not chosen:
+    if not chosen and EXPERTS not in config.target_modules:
         raise ConfigError(f"model.lora.target_modules: the model has none of the default targets; {_available(linear)}")
     return [name for name in linear if name in chosen]
+
+
+def _stacks(policy: PolicyModel) -> list[tuple[Any, list[str]]]:
+    """Return the modules with experts whose forward `run_experts` can replace, and the names of their stacks."""
+    modules = [module for module in policy.causal_lm.modules() if hasattr(module, "_apply_gate")]
+    return [(module, [key for key, p in module.named_parameters(recurse=False) if p.ndim == 3]) for module in modules]
 
 
 def _available(linear: list[str]) -> str:

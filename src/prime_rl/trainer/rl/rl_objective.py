@@ -34,7 +34,7 @@ from prime_rl.trainer.losses.loss_inputs import (
 )
 from prime_rl.trainer.micro_batch import MicroBatch
 from prime_rl.trainer.model.lm_head import SamplingMask
-from prime_rl.trainer.model.lora import adapted_layers
+from prime_rl.trainer.model.lora import AdaptedLinear, ExpertsAdapter, adapted_experts, adapted_layers
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.train_step import Minibatch, Objective, ScoredRow, WeightedSum
@@ -247,7 +247,7 @@ def _logprobs(model: PolicyModel, row: MicroBatch) -> Tensor:
 @contextmanager
 def _adapters_off(policy: PolicyModel) -> Iterator[None]:
     """Scale the adapters by 0, which gives the base model with the same collectives on all ranks."""
-    layers = list(adapted_layers(policy).values())
+    layers: list[AdaptedLinear | ExpertsAdapter] = [*adapted_layers(policy).values(), *adapted_experts(policy).values()]
     configs = [layer.config for layer in layers]
     for layer in layers:
         layer.config = layer.config.model_copy(update={"alpha": 0.0})

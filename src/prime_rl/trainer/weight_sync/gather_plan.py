@@ -20,13 +20,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from prime_rl.core.errors import RunError
 from prime_rl.core.page_locked_memory import lock_pages
-from prime_rl.trainer.model.lora import adapted_layers
+from prime_rl.trainer.model.lora import AdaptedLinear, ExpertsAdapter, adapted_experts, adapted_layers
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.parallel.device_mesh import local_tensor
 from prime_rl.trainer.parallel.process_group import RankConsensus
 from prime_rl.trainer.weights.adapter_files import ADAPTER_WEIGHTS, adapter_config, peft_name
 
-_FACTORS = ("lora_A", "lora_B")
 _ALIGN = 64
 _LEAST_FILE_BYTES = 64 * 2**20
 """Smaller files are not split among ranks."""
@@ -97,16 +96,19 @@ class PublishedStateDict:
     def __init__(self, policy: PolicyModel, dtype: torch.dtype) -> None:
         """List the tensors of a sharded policy; `dtype` is that of the published floating-point tensors."""
         self._policy, self._dtype = policy, dtype
-        self._adapted = adapted_layers(policy)
+        linear, experts = adapted_layers(policy), adapted_experts(policy)
+        self._linear = linear
+        self._adapted: dict[str, AdaptedLinear | ExpertsAdapter] = {**linear, **experts}
+        self._weights = {name: f"{name}.weight" for name in linear}
+        self._weights |= {name: name.removesuffix(ExpertsAdapter.ENDING) for name in experts}
         self.adapters_alone = any(layer.config.publish == "adapter" for layer in self._adapted.values())
         self._needs_no_conversion = getattr(policy.causal_lm, "_weight_conversions", None) == []
         # An adapter is added in full precision; only the sum is cast to the published dtype.
-        parts = (("weight", *_FACTORS) if not self.adapters_alone else ()) if self._adapted else ()
-        self._exact = {_part(name, part) for name in self._adapted for part in parts}
-        if self.adapters_alone:
-            self.blocks: list[list[str]] = [[_part(name, factor) for factor in _FACTORS] for name in self._adapted]
-        else:
-            self.blocks = self._model_blocks()
+        factors = {name: _factors(name) for name in self._adapted}
+        self._exact = {
+            one for name in factors if not self.adapters_alone for one in (self._weights[name], *factors[name])
+        }
+        self.blocks = [*factors.values()] if self.adapters_alone else self._model_blocks()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the current tensors of all blocks: DTensors, and plain tensors that are equal on all ranks."""
@@ -122,10 +124,10 @@ class PublishedStateDict:
         if self.adapters_alone:
             return {peft_name(*name.rsplit(".", 2)[:2]): tensor for name, tensor in whole.items()}
         merged = {name: tensor for name, tensor in whole.items() if name not in self._exact}
-        for name in (name for name in self._adapted if _part(name, "weight") in whole):
-            weight, a, b = (whole[_part(name, part)] for part in ("weight", *_FACTORS))
-            sum_ = torch.addmm(weight.float(), b, a, alpha=self._adapted[name].scale)
-            merged[_part(name, "weight")] = sum_.to(self._dtype)
+        for name, weight in self._weights.items():
+            if weight in whole:
+                a, b = (whole[factor] for factor in _factors(name))
+                merged[weight] = self._adapted[name].merge(whole[weight], a, b).to(self._dtype)
         ordered = {name: merged[name] for name in whole if name in merged}
         return ordered if self._needs_no_conversion else revert_weight_conversion(self._policy.causal_lm, ordered)
 
@@ -138,7 +140,7 @@ class PublishedStateDict:
     def companions(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         """Return the files of config (with the published dtype) and tokenizer, or of an adapter's config."""
         if self.adapters_alone:
-            return adapter_config(self._policy, self._adapted)
+            return adapter_config(self._policy, self._linear)
         causal_lm = self._policy.causal_lm
         with tempfile.TemporaryDirectory() as scratch:
             before = causal_lm.config.dtype
@@ -152,8 +154,8 @@ class PublishedStateDict:
 
     def _model_blocks(self) -> list[list[str]]:
         """Split by the number in the name (`model.layers.7.`); a name without a number is a block."""
-        factors = {_part(name, factor) for name in self._adapted for factor in _FACTORS}
-        of_weight = {_part(name, "weight"): [_part(name, f) for f in _FACTORS] for name in self._adapted}
+        of_weight = {weight: _factors(name) for name, weight in self._weights.items()}
+        factors = {factor for pair in of_weight.values() for factor in pair}
         blocks: dict[str, list[str]] = {}
         for name in _state(self._policy):
             if name not in factors:
@@ -163,8 +165,8 @@ class PublishedStateDict:
         return list(blocks.values())
 
 
-def _part(layer: str, part: str) -> str:
-    return f"{layer}.weight" if part == "weight" else f"{layer}.{part}.weight"
+def _factors(layer: str) -> list[str]:
+    return [f"{layer}.{factor}.weight" for factor in ("lora_A", "lora_B")]
 
 
 def _state(policy: PolicyModel) -> dict[str, Tensor]:
