@@ -133,7 +133,11 @@ Each evaluation is one line, and its `step` is the evaluated version.
 
 _TRAINER_METRICS = (
     Metric("loss", "", "mean over the minibatches of the step; for sft the cross-entropy in nats"),
-    Metric("loss/<part>", "", "rl: a part of `loss`, if it has several: `rl`, `kl` (includes `coef`), `ce`, `ref_kl`"),
+    Metric(
+        "loss/<part>",
+        "",
+        "rl: a part of `loss`, if it has several: `rl`, `kl` and `entropy` (with factor), `ce`, `ref_kl`",
+    ),
     Metric("grad_norm", "", "gradient norm before clipping, mean over the minibatches"),
     Metric("grad_norm/layer_<n>", "", "gradient norm of block n before clipping, every `grad_norm_interval` steps"),
     Metric(

@@ -80,6 +80,7 @@ def trace(model, ranks=1, minibatches=1, loss=None, optim=None, blank=False, str
     with fake_cuda(ranks) as device:
         world = World(0, ranks, DEVICE, model_parallel_size=Layout.of(config.model, ranks).model_parallel_size)
         policy = make_policy(config.model, 0, world)
+        policy.entropy_gradient = config.loss.entropy_coef > 0
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
         engine = TrainStep(policy, optimizer, world, max_norm=1.0)
         references = References(config, policy, world)
@@ -110,6 +111,8 @@ STEPS = {
     "longrope": ("longrope", {}, set()),
     "attention sinks": ("sinks", {"debug": {}}, BALANCE_READS),
     "experts": ("experts", {"ranks": 2}, BALANCE_READS),
+    "adapters of experts": ("experts", {"lora": {"rank": 8, "target_modules": ["experts"]}}, BALANCE_READS),
+    "entropy bonus": ("dense", {"loss": {"type": "aipo", "entropy_coef": 0.01}}, set()),
 }
 
 

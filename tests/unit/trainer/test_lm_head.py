@@ -30,16 +30,20 @@ def make(n=37, width=16, vocabulary=101, dtype=torch.float32):
     return hidden, weight, targets, temperature
 
 
-def check(leaves, doubles, case, softcap, chunk, tolerance):
+def check(leaves, doubles, case, softcap, chunk, tolerance, entropy_gradient=False):
     """Values and gradients in chunks are those of autograd over full logits, in double precision."""
     targets, temperature = case
-    gradient = torch.linspace(-2, 2, len(targets), dtype=torch.float64)
+    slopes = [torch.linspace(-2, 2, len(targets)).double(), torch.linspace(3, -1, len(targets)).double().sin()]
     expected, wanted_entropy = full(*doubles, targets, temperature, softcap)
-    wanted = torch.autograd.grad(expected, doubles, gradient)
+    wanted = torch.autograd.grad(
+        [expected, wanted_entropy][: 1 + entropy_gradient], doubles, slopes[: 1 + entropy_gradient]
+    )
     device = leaves[0].device
-    logprobs, entropy, _ = token_logprobs(*leaves, targets.to(device), temperature.to(device), chunk, softcap=softcap)
-    assert logprobs.dtype == entropy.dtype == torch.float32 and not entropy.requires_grad
-    got = torch.autograd.grad(logprobs, leaves, gradient.to(device, torch.float32))
+    case = (targets.to(device), temperature.to(device))
+    logprobs, entropy, _ = token_logprobs(*leaves, *case, chunk, softcap=softcap, entropy_gradient=entropy_gradient)
+    assert logprobs.dtype == entropy.dtype == torch.float32 and entropy.requires_grad == entropy_gradient
+    slopes = [slope.to(device, torch.float32) for slope in slopes]
+    got = torch.autograd.grad([logprobs, entropy][: 1 + entropy_gradient], leaves, slopes[: 1 + entropy_gradient])
     torch.testing.assert_close(logprobs.cpu().double(), expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(entropy.cpu().double(), wanted_entropy, rtol=0, atol=tolerance)
     half = leaves[0].dtype == torch.bfloat16
@@ -50,13 +54,14 @@ def check(leaves, doubles, case, softcap, chunk, tolerance):
         )
 
 
+@pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("chunk", "softcap"), [(1, None), (8, 0.5), (37, 3.0), (1024, None)])
-def test_chunked_logprobs_equal_autograd_over_full_logits(chunk, softcap, dtype):
+def test_chunked_logprobs_equal_autograd_over_full_logits(chunk, softcap, dtype, entropy_gradient):
     """The logits are never rounded to half precision, which would cost up to 0.03 here."""
     *leaves, targets, temperature = make(dtype=dtype)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    check(leaves, doubles, (targets, temperature), softcap, chunk, tolerance=1e-5)
+    check(leaves, doubles, (targets, temperature), softcap, chunk, 1e-5, entropy_gradient)
 
 
 @pytest.mark.gpu

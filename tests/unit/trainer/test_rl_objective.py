@@ -12,12 +12,17 @@ from pydantic import TypeAdapter
 
 from prime_rl.configs.trainer import FakeDataConfig
 from prime_rl.configs.training.loss import KLConfig, LossConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.core.errors import RunError
 from prime_rl.trainer.losses.loss_functions import build_loss
+from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
 from prime_rl.trainer.rl.rl_objective import build_objective, rl_objective
-from prime_rl.trainer.train_step import MetricAccumulator, ScoredRow
+from prime_rl.trainer.train_step import MetricAccumulator, ScoredRow, TrainStep
+from prime_rl.trainer.weights.policy_loading import make_policy
+from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer import golden_losses as golden
 
 PUBLIC = json.loads(Path(__file__).with_name("public_losses.json").read_text())
@@ -110,6 +115,48 @@ def test_normalizations_equal_definitions(normalization):
         "fixed": sum(sums) / (14 * SEQ_LEN),
     }
     assert loss == pytest.approx(wanted[normalization], rel=1e-5)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "fixed"])
+def test_entropy_bonus_has_the_weights_of_the_loss(normalization):
+    """Its value and gradient are those of a loss of -coef times the entropy, whatever the loss."""
+    batch, coef = make_batch(), 0.3
+    names = ("aipo", "gspo")
+    bonuses = []
+    for name in names:
+        found = []
+        for keys in ({}, {"entropy_coef": coef}):
+            objective = build_objective(config_of(type=name, normalization=normalization, **keys), SEQ_LEN)
+            loss, slopes = 0.0, torch.zeros(100, dtype=torch.float64)
+            for minibatch in split_batch(batch, 0, 1, World(0, 1, CPU), 80):
+                for row in minibatch.rows:
+                    entropy = (0.05 * row.tokens).requires_grad_()
+                    answer = objective(ScoredRow(row, policy(row), entropy, True, minibatch.counts))
+                    loss += answer.loss.item()
+                    if keys:
+                        answer.loss.backward()
+                        slopes.index_add_(0, row.tokens, entropy.grad.double())
+            found.append(loss)
+        bonuses.append(found[1] - found[0])
+    constant = batch.advantages * 0 + 1  # a surrogate of log-probabilities has the same weights
+    plain = build_objective(config_of(type="reinforce", normalization=normalization), SEQ_LEN)
+    _, weights, _ = evaluate(plain, dataclasses.replace(batch, advantages=constant))
+    torch.testing.assert_close(slopes, coef * weights, rtol=1e-5, atol=1e-8)
+    assert bonuses == pytest.approx([float((slopes * 0.05 * torch.arange(100)).sum())] * 2, rel=1e-4)
+
+
+def test_entropy_bonus_makes_a_policy_uniform(module_world, tmp_path):
+    """Without advantages, only the bonus has a gradient."""
+    make_tiny_model(tmp_path / "model")
+    policy = make_policy(TrainerModelConfig(name=str(tmp_path / "model")), 0, module_world)
+    policy.entropy_gradient = True
+    engine = TrainStep(policy, build_optimizer(AdamWConfig(lr=1e-2), policy), module_world, max_norm=1.0)
+    batch = dataclasses.replace(make_batch(), advantages=np.zeros_like(make_batch().advantages))
+    objective = build_objective(config_of(type="reinforce", entropy_coef=1.0), SEQ_LEN)
+    steps = [engine.step(split_batch(batch, 0, 1, module_world, 80), objective, 1.0) for _ in range(4)]
+    entropies = [step.means["entropy"] for step in steps]
+    assert entropies == sorted(entropies) and entropies[-1] > entropies[0] + 1e-3
+    assert steps[0].means["loss/entropy"] == pytest.approx(-entropies[0], rel=1e-5)
 
 
 def test_token_count_ignores_masks_of_the_loss():

@@ -97,14 +97,16 @@ def test_masked_logprobs_and_gradients_equal_the_renormalised_ones(chunk):
     double = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     logits = (double[0] @ double[1].T / temperature[:, None]).masked_fill(~torch.from_numpy(kept), -torch.inf)
     wanted = logits.log_softmax(-1)
-    entropy = torch.special.entr(wanted.exp()).sum(-1)
+    entropy = -(wanted.exp() * wanted.masked_fill(~torch.from_numpy(kept), 0.0)).sum(-1)
     wanted = wanted.gather(1, targets[:, None])[:, 0]
-    gradient = torch.linspace(-2, 2, len(hidden))
-    wanted_gradients = torch.autograd.grad(wanted, double, gradient.double())
+    slopes = torch.linspace(-2, 2, len(hidden)), torch.linspace(3, -1, len(hidden)).sin()
+    wanted_gradients = torch.autograd.grad([wanted, entropy], double, [slope.double() for slope in slopes])
 
     single = [hidden.float().requires_grad_(), weight.float().requires_grad_()]
-    logprobs, measured, left_out = token_logprobs(*single, targets, temperature, chunk, truncation(settings))
-    gradients = torch.autograd.grad(logprobs, single, gradient)
+    logprobs, measured, left_out = token_logprobs(
+        *single, targets, temperature, chunk, truncation(settings), entropy_gradient=True
+    )
+    gradients = torch.autograd.grad([logprobs, measured], single, slopes)
     np.testing.assert_array_equal(left_out.numpy(), ~inside)
     torch.testing.assert_close(logprobs, wanted.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(measured, entropy.float(), rtol=1e-5, atol=1e-5)

@@ -29,6 +29,7 @@ _OTHER_NAMES = {
     "sampling.max_tokens": "max_new_tokens max_completion_length max_completion_tokens max_response_length",
     "seq_len": "max_length max_seq_length max_prompt_length",
     "loss.kl.coef": "beta kl_beta kl_coef init_kl_coef kl_loss_coef",
+    "loss.entropy_coef": "entropy_coeff ent_coef entropy_bonus entropy_loss_coef",
     "loss.eps_low": "epsilon clip_ratio clip_ratio_low eps_clip eps_clip_low",
     "loss.eps_high": "epsilon_high clip_ratio_high eps_clip_high",
     "advantage.type": "adv_estimator advantage_estimator",

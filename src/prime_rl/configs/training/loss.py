@@ -40,6 +40,9 @@ class _Loss(BaseConfig):
     """Divisor of each sequence with normalization fixed; None is model.seq_len, under `rl` the orchestrator's
     seq_len."""
 
+    entropy_coef: float = Field(0.0, ge=0)
+    """Factor of the entropy of each token, which is subtracted from the loss (an entropy bonus)."""
+
     kl: KLConfig | None = Field(None, json_schema_extra=common("Training"))
     """KL penalty towards a reference model (`reference`); None adds none."""
 

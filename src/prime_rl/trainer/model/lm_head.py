@@ -136,6 +136,8 @@ def token_logprobs(
     mask: SamplingMask | None = None,
     softcap: float | None = None,
     more: tuple[Tensor, Tensor] | None = None,
+    *,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score tokens under softmax(hidden @ weight.T / temperature), with the sampler's top-k, top-p and min-p.
 
@@ -154,13 +156,14 @@ def token_logprobs(
         softcap: limit of the absolute value of the logits, positive; None for none.
         more: further columns [N, R] of `hidden` and [V, R] of `weight`, for an adapter or a bias: their product is
             added to the logits without a copy of `weight`.
+        entropy_gradient: the entropy is differentiable, too.
 
     Returns:
-        logprobs float32 [N], differentiable in `hidden`, `weight` and `more`; entropy float32 [N] in nats, without
-        gradient; masked bool [N], the targets that these logits alone would have masked.
+        logprobs float32 [N], differentiable in `hidden`, `weight` and `more`; entropy float32 [N] in nats; masked bool
+        [N], the targets that these logits alone would have masked.
     """
-    chunk = chunk or default_chunk(len(weight), hidden.is_cuda)
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, mask, softcap, *(more or (None, None)))
+    options = chunk or default_chunk(len(weight), hidden.is_cuda), mask, softcap, entropy_gradient
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, *options, *(more or (None, None)))
 
 
 def default_chunk(vocabulary: int, cuda: bool) -> int:
@@ -171,7 +174,10 @@ def default_chunk(vocabulary: int, cuda: bool) -> int:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """d logprob / d logits = (onehot - softmax) / temperature, times 1 - (capped / softcap)^2 for capped logits."""
+    """d logprob / d logits = (onehot - p) / temperature, with p the softmax.
+
+    d entropy / d logits = -p (log p + entropy) / temperature. Both times 1 - (capped / softcap)^2 for capped logits.
+    """
 
     @staticmethod
     def forward(
@@ -183,6 +189,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         mask: SamplingMask | None,
         softcap: float | None,
+        entropy_gradient: bool,
         more_hidden: Tensor | None,
         more_weight: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,19 +219,22 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits.masked_fill_(logits < threshold[part, None], _MASKED).scatter_(1, targets[part, None], chosen)
             logprobs[part], entropy[part] = score(logits, targets[part], divisor)
             log_normalizer[part] = chosen[:, 0] - logprobs[part]
-        more = more_hidden, more_weight
-        ctx.save_for_backward(hidden, weight, targets, temperature, logprobs, log_normalizer, threshold, *more)
+        more = threshold, entropy if entropy_gradient else None, more_hidden, more_weight
+        ctx.save_for_backward(hidden, weight, targets, temperature, logprobs, log_normalizer, *more)
         ctx.chunk, ctx.softcap = chunk, softcap
-        ctx.mark_non_differentiable(entropy, masked)
+        ctx.mark_non_differentiable(masked, *(() if entropy_gradient else (entropy,)))
         return logprobs, entropy, masked
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperature, logprobs, log_normalizer, threshold, *more = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, temperature, logprobs, log_normalizer, threshold, entropy, *more = ctx.saved_tensors
         count, vocabulary = len(hidden), len(weight)
         scale = grad / temperature
         at_target = scale * -torch.expm1(logprobs)
+        bonus = None if entropy is None else (grad_entropy / temperature, entropy)
+        if bonus is not None:
+            at_target -= bonus[0] * logprobs.exp() * (logprobs + entropy)
         if ctx.softcap is not None:
             at_target *= 1 - ((logprobs + log_normalizer) * temperature / ctx.softcap) ** 2
         width = vocabulary if count <= ctx.chunk else max(_STRIPE, ctx.chunk * vocabulary // count // _STRIPE * _STRIPE)
@@ -240,7 +250,7 @@ class _TokenLogprobs(torch.autograd.Function):
             _multiply(hidden, weight[block], logits)
             if grad_more is not None:
                 _add_columns(logits, more[0], more[1][block])
-            slope = slope_of(logits, temperature, log_normalizer, threshold, scale, ctx.softcap, hidden.dtype)
+            slope = slope_of(logits, temperature, log_normalizer, threshold, scale, bonus, ctx.softcap, hidden.dtype)
             slope = _set_targets(slope, targets - begin, at_target.to(hidden.dtype))
             _add_product(grad_hidden, slope, weight[block])
             if grad_weight is not None:
@@ -249,7 +259,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 _add_product(grad_more[0], slope, more[1][block])
                 torch.mm(slope.t(), more[0], out=grad_more[1][block])
         ends = (None, None) if grad_more is None else (grad_more[0].to(hidden.dtype), grad_more[1])
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, *ends
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None, *ends
 
 
 def _cap(logits: Tensor, softcap: float) -> None:
@@ -269,10 +279,14 @@ def _slope(
     log_normalizer: Tensor,
     threshold: Tensor | None,
     scale: Tensor,
+    bonus: tuple[Tensor, Tensor] | None,
     softcap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return -scale * softmax of a block of the vocabulary, times the derivative of the softcap."""
+    """Return -p (scale + entropy_scale (log p + entropy)) of a block of the vocabulary, p the softmax.
+
+    `bonus` is entropy_scale [N] and entropy [N]; None is 0. The result is times the derivative of the softcap.
+    """
     derivative: Tensor | float = 1.0
     if softcap is not None:
         ratio = torch.tanh(logits / softcap)
@@ -280,7 +294,10 @@ def _slope(
     logits = logits / temperature[:, None]
     if threshold is not None:
         logits = torch.where(logits < threshold[:, None], _MASKED, logits)
-    return ((logits - log_normalizer[:, None]).exp() * -scale[:, None] * derivative).to(dtype)
+    logprobs, factor = logits - log_normalizer[:, None], scale[:, None]
+    if bonus is not None:
+        factor = factor + bonus[0][:, None] * (logprobs + bonus[1][:, None])
+    return (logprobs.exp() * -factor * derivative).to(dtype)
 
 
 def _set_targets(slope: Tensor, targets: Tensor, values: Tensor) -> Tensor:

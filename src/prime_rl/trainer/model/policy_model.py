@@ -59,6 +59,7 @@ class PolicyModel(nn.Module):
         self._logprob_chunk = logprob_chunk
         text = causal_lm.config.get_text_config()
         self._logit_divisor, self._softcap = logit_divisor(text), logit_softcap(text)
+        self.entropy_gradient = False
         self.context_parallel = ContextParallel()  # the ranks that share each row; set by `shard_policy`
         self.routing = RouterLoadBalance(causal_lm)
         _route_in_float32(causal_lm)
@@ -73,8 +74,8 @@ class PolicyModel(nn.Module):
         """Score the row's trained tokens: logprobs and entropy, float32 [T]; of a `TargetRow` only logprobs [M].
 
         Entry t belongs to token t given the earlier tokens of its segment, and is 0 outside the loss mask. Entropy, in
-        nats, has no gradient. For a row with sampling parameters also bool [T]: the tokens that the sampling mask of
-        this policy would have excluded.
+        nats, has a gradient if `entropy_gradient` is set. For a row with sampling parameters also bool [T]: the tokens
+        that the sampling mask of this policy would have excluded.
         """
         if isinstance(row, TargetRow):
             return (self._score_targets(row),)
@@ -91,13 +92,14 @@ class PolicyModel(nn.Module):
             self._logprob_chunk,
             None if mask is None else mask[scored],
             self._softcap,
+            entropy_gradient=self.entropy_gradient,
         )
         values = [logprobs, entropy] if mask is None else [logprobs, entropy, masked.float()]
         zeros = torch.zeros_like(row.temperature)
         rows = [zeros.index_put((scored,), one) for one in values]
         if self.context_parallel.size > 1:  # stacked, so that there is one all-reduce
             rows = [one.clone() for one in self.context_parallel.sum_slices(torch.stack(rows))]
-        logprobs, entropy = rows[0], rows[1].detach()
+        logprobs, entropy = rows[0], rows[1] if self.entropy_gradient else rows[1].detach()
         return (logprobs, entropy) if mask is None else (logprobs, entropy, rows[2].detach() > 0)
 
     def _score_targets(self, row: TargetRow) -> Tensor:
@@ -191,7 +193,9 @@ def blocks_of(causal_lm: PreTrainedModel) -> list[nn.Module]:
     return [module for module in causal_lm.modules() if type(module).__name__ in names]
 
 
-def _head_logprobs(head: nn.Module, hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _head_logprobs(
+    head: nn.Module, hidden: Tensor, *options: Any, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Call `token_logprobs` with all its options; a bias and an adapter are further columns of states and weight."""
     hidden = hidden.to(head.weight.dtype)  # Mamba-2 keeps its states in float32
     columns: list[tuple[Tensor, Tensor]] = []
@@ -203,7 +207,7 @@ def _head_logprobs(head: nn.Module, hidden: Tensor, *options: Any) -> tuple[Tens
     states, weights = ([pair[side] for pair in columns] for side in (0, 1))
     if columns:
         options += ((torch.cat(states, 1), torch.cat(weights, 1)),)
-    return token_logprobs(hidden, head.weight, *options)
+    return token_logprobs(hidden, head.weight, *options, entropy_gradient=entropy_gradient)
 
 
 def _route_in_float32(model: nn.Module) -> None:

@@ -140,9 +140,10 @@ class ActiveRun:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Put the adapter into the policy, and count what its experts do for this run."""
+        """Put the adapter into the policy, and let it count and compute what this run needs."""
         with self.adapter.activate():
             self._policy.routing.run = self.idx
+            self._policy.entropy_gradient = self.config.loss.entropy_coef > 0
             yield
 
     def has_batch(self) -> bool:

@@ -1,8 +1,8 @@
 """The loss of reinforcement learning over one row, and its metrics.
 
-total = (L_rl + kl.coef L_kl) / N_rl + L_ce / N_ce + L_refkl / N_refkl, each N counted over all ranks (I9). The names of
-the metrics depend on the configuration and the batch's streams, never on a row's values, so they are equal on all
-ranks.
+total = (L_rl + kl.coef L_kl - entropy_coef H) / N_rl + L_ce / N_ce + L_refkl / N_refkl, each N counted over all
+ranks (I9). The names of the metrics depend on the configuration and the batch's streams, never on a row's values, so
+they are equal on all ranks.
 
 `References` scores rows with a reference model, for the KL penalty and distillation, and with the policy before the
 first update of a step, for decoupled PPO.
@@ -66,7 +66,7 @@ def build_objective(
 ) -> Callable[[ScoredRow], Objective]:
     """Build the objective of a configured loss; `seq_len` is the default of `fixed_length`."""
     length = config.fixed_length or seq_len
-    return rl_objective(build_loss(config), config.normalization, length, config.kl, observe)
+    return rl_objective(build_loss(config), config.normalization, length, config.kl, observe, config.entropy_coef)
 
 
 def rl_objective(
@@ -75,8 +75,9 @@ def rl_objective(
     fixed_length: int = 1,
     kl: KLConfig | None = None,
     observe: TokenObserver = lambda scored, inputs, output: None,
+    entropy_coef: float = 0.0,
 ) -> Callable[[ScoredRow], Objective]:
-    """Build the objective of `loss` with the token weights of `token_weights` and the penalty `kl`.
+    """Build the objective of `loss` with the token weights of `token_weights`, the penalty `kl` and an entropy bonus.
 
     `observe` is called with the loss of each row.
     """
@@ -102,6 +103,9 @@ def rl_objective(
                 penalty = penalty * (ratio.detach() if has_own_gradient else ratio)
             means["kl/reference"] = _over(inputs.mask, penalty.detach())
             parts["kl"] = LossComponent(penalty, kl.coef * weights)
+        if entropy_coef:
+            assert scored.entropy.requires_grad, "PolicyModel.entropy_gradient is not set"
+            parts["entropy"] = LossComponent(torch.where(inputs.mask, -scored.entropy, 0.0), entropy_coef * weights)
         parts |= _streams(scored, inputs)
         totals = {name: part.total for name, part in parts.items()}
         return Objective(torch.stack(list(totals.values())).sum(), means, totals if len(totals) > 1 else {})

@@ -89,6 +89,7 @@ def train(config: TrainerConfig, heartbeat: HeartbeatWriter) -> bool:
         heartbeat.enter("load the model")
         exporter, checkpoints = make_checkpoints(config, world)
         policy = make_policy(config.model, config.seed, world)
+        policy.entropy_gradient = config.loss.entropy_coef > 0
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         references = References(config, policy, world)
         shared = PolicyOfRuns(policy, tokenizer, world, directory)
