@@ -120,7 +120,8 @@ def test_run_with_public_server_requires_a_key(monkeypatch):
     monkeypatch.setenv("INFERENCE_SERVER_API_KEY", KEY)
     preflight.check_key(config.inference.server)
     monkeypatch.delenv("INFERENCE_SERVER_API_KEY")
-    preflight.check_key(RLConfig.load(["--inference"]).inference.server)
+    for host in ("127.0.0.1", "127.0.0.2", "::1"):
+        preflight.check_key(RLConfig.load(["--inference.server.host", host]).inference.server)
 
 
 # Code of others

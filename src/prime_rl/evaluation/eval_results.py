@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 
 from prime_rl.core.errors import RunError, translate_error, unwritable
 from prime_rl.core.types import Conversation, Rollout
+from prime_rl.storage.artifact import replace_file
 
 ROLLOUTS = "rollouts.jsonl"
 SETTINGS = "settings.json"
@@ -155,6 +155,4 @@ def first_error(rows: Sequence[ExampleRow]) -> str | None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2, default=str) + "\n")
-    temporary.replace(path)
+    replace_file(path, json.dumps(value, indent=2, default=str) + "\n")

@@ -109,9 +109,9 @@ def commit_artifact(
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a small file atomically and durably."""
+    """Write a small file atomically and durably, in UTF-8."""
     temporary = file.with_name(f".tmp-{file.name}-{os.getpid()}")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     fsync(temporary)
     temporary.rename(file)
     fsync(file.parent)

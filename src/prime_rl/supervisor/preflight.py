@@ -14,6 +14,7 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.core.api_key import read_api_key
 from prime_rl.core.errors import ConfigError, translate_error, unwritable
 from prime_rl.core.import_utils import require_packages
+from prime_rl.core.loopback import is_loopback
 from prime_rl.core.ports import check_port
 from prime_rl.liveness.heartbeat_monitor import ENDED, FAILED, KernelState, read_heartbeats, read_kernel_state
 from prime_rl.liveness.run_settings import MAX_RUNS
@@ -115,7 +116,7 @@ def starts_without_checkpoint(config: OrchestratorConfig) -> bool:
 
 def check_key(server: ServerConfig) -> None:
     """Reject a server that other machines can reach but that has no API key: it would reject admin requests."""
-    if server.host in ("127.0.0.1", "localhost", "::1") or read_api_key(server.api_key_var) is not None:
+    if is_loopback(server.host) or read_api_key(server.api_key_var) is not None:
         return
     raise ConfigError(
         f"inference.server.host = {server.host} is reachable from other machines, so the server needs an API key: set "

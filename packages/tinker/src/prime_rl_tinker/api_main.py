@@ -18,7 +18,7 @@ from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.framing import FrameReader, pack_frame
 from prime_rl.core.logs import set_up_logging
 from prime_rl.core.loopback import bypass_proxies, is_loopback
-from prime_rl.core.ports import listen
+from prime_rl.core.ports import join_host_port, listen
 from prime_rl.liveness.parent_process import die_with_parent, is_supervised
 from prime_rl.storage.model_files import find_model
 from prime_rl_tinker.app import make_app
@@ -78,7 +78,7 @@ async def serve(config: TinkerConfig, architecture: str, vocabulary: int) -> Non
     headers = (
         {} if (token := read_api_key(inference.server.api_key_var)) is None else {"Authorization": f"Bearer {token}"}
     )
-    url = f"http://{inference.server.host}:{inference.server.port}"
+    url = f"http://{join_host_port(inference.server.host, inference.server.port)}"
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # the server may close one that is kept as it is used
     async with (
