@@ -20,6 +20,7 @@ _MOST = 0.5
 _BLOCKED_LOOP_SECONDS = 0.5
 _HINTS = {
     "inference": "add inference GPUs (without GPUs: cores), or lower max_tokens or rollouts_per_example",
+    "concurrency limit": "set a higher orchestrator.max_concurrent",
     "environment": "raise orchestrator.workers_per_env, or make the environment faster",
     "grader": "make the reward function faster or asynchronous, or raise orchestrator.workers_per_env",
     "orchestrator": "raise orchestrator.workers_per_env, or give the orchestrator more CPU cores",
@@ -132,6 +133,10 @@ def _sampling(rows: Sequence[Row], evidence: str) -> Bottleneck:
     engine = shares.get("engine", 0.0)
     if not shares or engine >= _MOST or part == "engine":
         took = f", the engine took {engine:.0%} of the rollouts' time" if shares else ""
+        limits = [row["inference/concurrency_limit"] for row in rows if _is_limited(row)]
+        if len(limits) > _MOST * len(rows):
+            reached = f", sampling reached its limit of {limits[-1]:.0f} rollouts, and no request waited on a server"
+            return Bottleneck("concurrency limit", evidence + reached)
         return Bottleneck("inference", evidence + took)
     cause = {"scoring": "grader"}.get(part, part)
     slowest = max((key for key in seconds if key[0] == part), key=lambda key: seconds[key])[1]
@@ -140,6 +145,11 @@ def _sampling(rows: Sequence[Row], evidence: str) -> Bottleneck:
         f"{evidence}, the {cause} took {shares[part]:.0%} of the rollouts' time",
         f" of {slowest}" if cause == "grader" else f" {slowest}",
     )
+
+
+def _is_limited(row: Row) -> bool:
+    in_flight, limit = row.get("inference/in_flight"), row.get("inference/concurrency_limit")
+    return bool(in_flight and limit and in_flight >= limit and not row.get("inference/requests_waiting"))
 
 
 def _rollout_times(row: Row) -> Iterator[tuple[str, str, float]]:

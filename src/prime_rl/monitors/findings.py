@@ -37,7 +37,10 @@ def find_problems(trainer: Sequence[Row], orchestrator: Sequence[Row], warnings:
         warnings: lines of metrics/warnings.jsonl in order.
     """
     batches = [row for row in orchestrator if "reward/mean" in row]
-    found = [*_failures(batches, warnings), *_instability(trainer, batches), *_hacking(orchestrator, batches)]
+    unstable = list(_instability(trainer, batches))
+    found = [*_failures(batches, warnings), *unstable, *_hacking(orchestrator, batches)]
+    if unstable:  # equal rollouts and a low entropy are its consequences
+        return found
     missing = find_missing_signal(batches)
     return [*found, *([missing] if missing is not None else []), *_collapse(trainer, batches)]
 
@@ -86,9 +89,9 @@ def _instability(trainer: Sequence[Row], batches: Sequence[Row]) -> Iterator[str
     if (fall := _fall(rewards)) is not None:
         signs.append(f"the reward fell from {fall[0]:.3g} to {fall[1]:.3g}")
     if len(signs) > (fall is not None) or (fall is not None and fall[1] < fall[0] / 2):
-        rate = next((row["lr"] for row in reversed(trainer) if row.get("lr")), None)
-        now = f" (now {rate:.2g})" if rate is not None else ""
-        yield f"training is unstable: {', '.join(signs)}; lower optim.lr{now}, or resume from an earlier checkpoint"
+        rate = max(_values(trainer, "lr"), default=0.0)
+        largest = f" (at most {rate:.2g} so far)" if rate else ""
+        yield f"training is unstable: {', '.join(signs)}; lower optim.lr{largest}, or resume from an earlier checkpoint"
 
 
 def _hacking(orchestrator: Sequence[Row], batches: Sequence[Row]) -> Iterator[str]:
@@ -155,9 +158,15 @@ def _differ(first: Sequence[float], last: Sequence[float]) -> tuple[float, float
 
 
 def _fall(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the largest mean of consecutive values and the mean of the last ones, if it fell significantly."""
+    """Return the largest mean of consecutive values and the mean of the last ones, if it fell significantly.
+
+    A few good values at the start count only if less than half of them is left.
+    """
     if (ends := _ends(values)) is None:
         return None
-    size, last = len(ends[1]), ends[1]
-    best = max((values[i : i + size] for i in range(len(values) - size + 1)), key=mean)
-    return _differ(best, last) if mean(best) > mean(last) else None
+    last = ends[1]
+    for size, share in ((len(last), 1.0), (min(3, len(last)), 0.5)):
+        best = max((values[i : i + size] for i in range(len(values) - size + 1)), key=mean)
+        if mean(last) < share * mean(best) and (found := _differ(best, last)) is not None:
+            return found
+    return None

@@ -72,6 +72,19 @@ def test_bottleneck_of_a_simulated_run_is_its_slowest_part(cause, options, unit)
     assert ("without GPUs: cores" in str(found)) == (cause in ("inference", "trainer"))
 
 
+@pytest.mark.parametrize(("in_flight", "waiting", "cause"), [
+    (8, 0, "concurrency limit"), (7, 0, "inference"), (8, 3, "inference"),
+])  # fmt: skip
+def test_bottleneck_of_a_run_at_its_limit_of_rollouts_is_the_limit(in_flight, waiting, cause):
+    trainer, orchestrator = simulate(sample=3, parts=ENGINE)
+    values = {"in_flight": in_flight, "concurrency_limit": 8, "requests_waiting": waiting}
+    for row in orchestrator:
+        row.update({f"inference/{name}": value for name, value in values.items()})
+    found = find_bottleneck(trainer, orchestrator)
+    assert found.cause == cause
+    assert ("its limit of 8 rollouts" in str(found)) == (cause == "concurrency limit")
+
+
 def test_bottleneck_of_a_run_that_waits_for_its_turn_is_the_other_runs():
     trainer, orchestrator = simulate(k=0)
     shares = {"time/wait_for_batch": 0.15, "time/wait_for_turn": 0.55, "time/train": 0.3}

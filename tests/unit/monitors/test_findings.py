@@ -49,7 +49,7 @@ PROBLEMS = {
     "eval/math/reward/mean": {"eval/math/reward/mean": lambda x: 0.6 - 0.3 * x},
     "gradient norm rose": {"grad_norm": lambda x: 1 if x < 0.5 else 100 * x},
     "the reward fell": {"reward/mean": lambda x: 0.8 - 1.5 * abs(x - 0.5)},
-    "nats; lower optim.lr (now 0.0": {"mismatch_kl": lambda x: 5 * x},
+    "nats; lower optim.lr (at most 0.0": {"mismatch_kl": lambda x: 5 * x},
     "trainer and sampler disagree": {"mismatch_kl/on_policy": lambda x: 0.5 * x},
     "entropy rose": {"entropy": lambda x: 1 + 3 * x},
     "entropy collapsed": {"entropy": lambda x: math.exp(-8 * x), "reward/mean": lambda x: 0.3},
@@ -62,6 +62,14 @@ PROBLEMS = {
 def test_findings_of_a_run_with_a_problem_name_it(problem, steps):
     found = find_problems(*curves(steps, random.Random(1), **PROBLEMS[problem]))
     assert any(problem in line for line in found), found
+
+
+def test_findings_of_a_policy_that_was_destroyed_at_once_name_the_cause_alone():
+    trainer, rows = curves(20, random.Random(0), **{"lr": lambda x: 0.02 * (1 - x), "entropy": lambda x: 1e-5})
+    for row in rows[3:]:
+        row.update({"reward/mean": 0.0, "reward/std": 0.0, "batch/zero_advantage_groups": 1.0})
+    [line] = find_problems(trainer, rows)
+    assert "the reward fell from 0.3" in line and "lower optim.lr (at most 0.02" in line
 
 
 @pytest.mark.parametrize("batches", [True, False])

@@ -35,7 +35,7 @@ function healthCards(health) {
     problem.hint ? element("div", { class: "muted" }, visibleString(problem.hint)) : null));
   const verdict = element("div", { class: "card" },
     element("h2", {}, "State: ", element("span", { class: health.healthy ? "good" : "bad" }, health.state)),
-    problems.length ? problems : element("div", { class: "muted" }, "doctor finds no problem."),
+    problems.length ? problems : element("div", { class: "muted" }, "No process has failed or stalled."),
     (health.notes ?? []).map((note) => element("div", { class: "message muted" }, visibleString(note))),
     health.chain?.length ? element("div", { class: "muted" }, `Waiting: ${health.chain.map(visibleString).join(" ← ")}`) : null);
   return [verdict, runCard(health), processCard(health), element("div", { class: "columns" }, versionCard(health), diskCard(health), eventCard(health))];
