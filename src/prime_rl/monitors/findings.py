@@ -160,7 +160,7 @@ def _differ(first: Sequence[float], last: Sequence[float]) -> tuple[float, float
 def _fall(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the largest mean of consecutive values and the mean of the last ones, if it fell significantly.
 
-    A few good values at the start count only if less than half of them is left.
+    A peak of three values counts only if the last mean is below half of it.
     """
     if (ends := _ends(values)) is None:
         return None

@@ -119,7 +119,7 @@ def test_normalizations_equal_definitions(normalization):
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "fixed"])
 def test_entropy_bonus_has_the_weights_of_the_loss(normalization):
-    """Its value and gradient are those of a loss of -coef times the entropy, whatever the loss."""
+    """Its value and gradient are those of -coef times the entropy, for each loss."""
     batch, coef = make_batch(), 0.3
     names = ("aipo", "gspo")
     bonuses = []
