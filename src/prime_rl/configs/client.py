@@ -27,7 +27,7 @@ class ClientConfig(BaseConfig):
 
     deprecated: ClassVar[dict[str, str]] = {"timeout": "timeout_seconds", "probe_timeout": "probe_timeout_seconds"}
 
-    host: str = "localhost"
+    host: str = "127.0.0.1"
     """Host name or address of the server; unused with base_url."""
 
     port: int = Field(DEFAULT_PORT, ge=1, le=65535)

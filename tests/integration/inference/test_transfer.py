@@ -78,7 +78,7 @@ def test_altered_tensor_is_refused_and_sampling_continues(start, transferring, m
     tensors[name].view(-1)[0] += 1
     answer = transferring.post("/update_weights", weight_dir=str(directory), step=2)
     assert answer.status_code == 400
-    assert f"{directory} could not be fetched: tensor {name} from the trainer at localhost" in answer.json()["error"]
+    assert f"{directory} could not be fetched: tensor {name} from the trainer at 127.0.0.1" in answer.json()["error"]
     assert transferring.policy()["hash"] == loaded["hash"]
     assert len(transferring.generate([1, 2, 3])["token_ids"]) == 8
     tensors[name].view(-1)[0] -= 1

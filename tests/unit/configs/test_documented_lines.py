@@ -145,7 +145,7 @@ LINES = [
      "--orchestrator @ configs/orchestrator/reverse_text.toml "
      "--inference @ configs/inference/reverse_text.toml --inference.server.port 8001 "
      "--orchestrator.client.port 8001 --exp-id exp-2",
-     {"inference.server.port": 8001, "orchestrator.client.urls": ["http://localhost:8001"]}),
+     {"inference.server.port": 8001, "orchestrator.client.urls": ["http://127.0.0.1:8001"]}),
     ("uv run inference --model.name Qwen/Qwen3-0.6B --max-model-len 2048",
      {"model.max_model_len": 2048, "max_model_len": 2048}),
     ("uv run eval --model.name Qwen/Qwen3-0.6B --benchmarks math500,aime24,aime25",

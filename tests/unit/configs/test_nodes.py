@@ -42,7 +42,7 @@ def test_server_address_variable_sets_server_and_clients(monkeypatch):
     assert OrchestratorConfig.load(["--client.base-url", url]).client.urls == ["http://n1:8000"]
     assert RLConfig.load([]).orchestrator.client.urls == ["http://10.0.0.7:8000"]
     config = RLConfig.load(["--inference"])  # starts a server of its own
-    assert (config.inference.server.host, config.orchestrator.client.host) == ("127.0.0.1", "localhost")
+    assert (config.inference.server.host, config.orchestrator.client.host) == ("127.0.0.1", "127.0.0.1")
     monkeypatch.setenv("INFERENCE_SERVER_IP", "fd00::7")
     assert OrchestratorConfig.load([]).client.urls == ["http://[fd00::7]:8000"]
 

@@ -81,7 +81,7 @@ def test_benchmark_arguments_exist_in_the_environment(name):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, "http://localhost:8000/v1"),
+        (None, "http://127.0.0.1:8000/v1"),
         ("http://box:1", "http://box:1/v1"),
         ("http://box:1/v1/", "http://box:1/v1"),
         ("https://x.org/openai/v2", "https://x.org/openai/v2"),

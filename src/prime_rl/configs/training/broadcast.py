@@ -56,7 +56,7 @@ class NCCLBroadcastConfig(_Broadcast):
 
     type: Literal["nccl"] = "nccl"
 
-    host: str = "localhost"
+    host: str = "127.0.0.1"
     """Address of the machine of trainer rank 0, as the inference servers reach it."""
 
     port: int = Field(DEFAULT_TRANSFER_PORT, ge=0, le=65535)
@@ -74,7 +74,7 @@ class IPCBroadcastConfig(_Broadcast):
     @property
     def host(self) -> str:
         """This machine."""
-        return "localhost"
+        return "127.0.0.1"
 
 
 TransferConfig = NCCLBroadcastConfig | IPCBroadcastConfig

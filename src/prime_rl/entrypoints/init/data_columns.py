@@ -25,12 +25,12 @@ _LONG_CHARS = 200
 
 _PROMPTS = (
     "question prompt problem instruction instructions query userprompt input ctx text sentence title document article "
-    "content body review source task user frage pregunta"
+    "content body review message comment post tweet email description abstract source task user frage pregunta"
 )
 _ANSWERS = (
     "answer answervalue finalanswer correctanswer answerkey groundtruth gold goldanswer expectedanswer expected target "
     "solution label output completion response reply reference result correct answers correctoption cop chosen "
-    "translation summary category class assistant sentiment antwort respuesta"
+    "translation summary category class intent topic department priority assistant sentiment antwort respuesta"
 )
 _PLAIN_PROMPTS = "question problem prompt"
 _PLAIN_ANSWERS = "answer answervalue finalanswer correctanswer groundtruth goldanswer expectedanswer"
@@ -134,10 +134,11 @@ def choose_columns(
     if answer is None:
         answer = _find(_ANSWERS, [name for name in filled if name != prompt])
     if prompt is None or answer is None:
-        missing = "--prompt COLUMN" if prompt is None else "--answer COLUMN"
-        name = "a prompt" if prompt is None else "the right answers"
+        missing = {"a prompt": (prompt, "--prompt"), "the right answers": (answer, "--answer")}
+        names = [name for name, (found, _) in missing.items() if found is None]
+        options = " and ".join(f"{option} COLUMN" for found, option in missing.values() if found is None)
         empty = f" (without values: {', '.join({*columns} - {*filled})})" if len(filled) < len(columns) else ""
-        raise ConfigError(f"--data: no column looks like {name}: {_shown(filled)}{empty}; pass {missing}")
+        raise ConfigError(f"--data: no column looks like {' or '.join(names)}: {_shown(filled)}{empty}; pass {options}")
     if prompt in chats:
         convert = partial(_from_columns, prompt, None, answer)
         return Choice(convert, f"the messages of {prompt!r}", repr(answer))

@@ -332,6 +332,7 @@ class InferenceServer:
         """Poll until the server answers; raise RunError after `timeout_seconds` seconds, and otherwise as `policy`."""
         deadline = time.monotonic() + timeout_seconds
         logger.info("waiting for inference at {}", self.client.url)
+        reason = ""
         while True:
             try:
                 await self.policy()
@@ -339,6 +340,9 @@ class InferenceServer:
             except SERVER_ERRORS as error:
                 if not may_recover(error):
                     raise
+                if str(error) != reason:  # a name that nothing resolves looks like a server that starts
+                    reason = str(error)
+                    logger.info("{}; waiting", reason)
                 if time.monotonic() > deadline:
                     raise RunError(f"{error}; waited {timeout_seconds:.0f} s for it to start") from None
             await asyncio.sleep(_PROBE_SECONDS)

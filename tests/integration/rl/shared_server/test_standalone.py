@@ -56,7 +56,7 @@ def test_trainer_of_adapters_and_a_server_without_them_end_the_run(
     message = orchestrator.errors.splitlines()[-1]
     place = f"at trainer_0 (pid {trainer.process.pid} on "
     assert message.startswith(f"error: model.lora.publish = adapter {place}"), message
-    assert f"enable_lora = true, and it is false at http://localhost:{server.url.rsplit(':', 1)[1]}; " in message
+    assert f"enable_lora = true, and it is false at http://127.0.0.1:{server.url.rsplit(':', 1)[1]}; " in message
     trainer.process.send_signal(signal.SIGTERM)
     trainer.end()
     assert str(tmp_path) not in (server.policy()["run_id"] or "")
