@@ -66,7 +66,9 @@ class Routes:
 
     def create_session(self, body: requests.CreateSession) -> dict[str, Any]:
         """Add a session."""
-        aliases = [f"{alias} is computed as {loss}" for alias, loss in self._service.served.losses.items()]
+        served = self._service.served
+        aliases = [f"each model {name} is {served.names[-1]} here" for name in served.names if "*" in name]
+        aliases += [f"{alias} is computed as {loss}" for alias, loss in served.losses.items()]
         session_id = self._service.create_session(body)
         return {"type": "create_session", "session_id": session_id, "info_message": "; ".join(aliases) or None}
 
@@ -123,7 +125,8 @@ class Routes:
         """List the models."""
         served = self._service.served
         common = {"max_context_length": served.max_tokens, "trainable": True, "sampleable": True}
-        return JSONResponse({"supported_models": [{"model_name": name, **common} for name in served.names]})
+        names = [name for name in served.names if "*" not in name]
+        return JSONResponse({"supported_models": [{"model_name": name, **common} for name in names]})
 
     async def sampler(self, request: Request) -> Response:
         """Describe a sampling session."""

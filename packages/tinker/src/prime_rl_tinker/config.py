@@ -49,7 +49,8 @@ class TinkerConfig(RootConfig):
     """The base model, and how its ranks are laid out. `model.seq_len` limits a sample."""
 
     aliases_of_model: dict[str, str] = Field({})
-    """Further names by which clients may ask for the model, such as "Qwen/Qwen3-8B" = "path/of/small/model"."""
+    """Further names by which clients may ask for the model, such as "Qwen/Qwen3-8B" = "path/of/small/model". With
+    "Qwen/*" or "*" it stands for all such names, and each client gets a message that says so."""
 
     aliases_of_losses: dict[str, Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]] = Field({})
     """Further names of losses, such as stable_reinforce = "importance_sampling", whose own formula is not public. Each

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -53,7 +54,7 @@ class ServedModel:
     """The model that the server trains and samples from.
 
     Attributes:
-        names: names by which clients may ask for it.
+        names: names by which clients may ask for it, or patterns such as `Qwen/*`.
         architecture: `model_type` of its transformers configuration.
         vocabulary: number of token ids.
         max_tokens: longest sample that is trained, and longest context that is sampled.
@@ -327,7 +328,7 @@ class Service:
             raise RequestError(f"path: {path} has no state of an optimizer; load it with optimizer = false")
 
     def _check_base(self, name: str) -> None:
-        if name not in self.served.names:
+        if not any(fnmatchcase(name, known) for known in self.served.names):
             raise RequestError(f"base_model: {name!r} is not served; use {', '.join(self.served.names)}")
 
     # Sampling.
