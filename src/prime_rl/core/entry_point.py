@@ -79,6 +79,10 @@ def run_main(main: Callable[[], None]) -> None:
     if sys.version_info < (3, 12):
         correct_wheel_tag(Path(sysconfig.get_path("platlib")))
     repair_timeouts()
+    try:
+        Path.home()
+    except RuntimeError:  # a user without HOME and without an entry in /etc/passwd; container engines set the same
+        os.environ["HOME"] = "/"
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - None if closed (`>&-`)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):

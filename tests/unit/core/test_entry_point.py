@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.core.entry_point import ArgumentParser, correct_wheel_tag
+from prime_rl.core.entry_point import ArgumentParser, correct_wheel_tag, run_main
 from prime_rl.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -84,6 +84,14 @@ def test_command_with_dontwritebytecode_set_keeps_bytecode(tmp_path):
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
     assert list((tmp_path / "__pycache__").glob("imported.*.pyc"))
+
+
+def test_command_of_a_user_without_an_entry_and_without_home_has_one(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    homes = []
+    run_main(lambda: homes.append(Path.home()))
+    assert homes == [Path("/")]
 
 
 def test_timeout_of_a_command_expires_in_a_cancelled_task():
