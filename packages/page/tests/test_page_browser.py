@@ -76,6 +76,18 @@ def test_overview_is_drawn_and_new_steps_appear_without_reload(paths, served, ta
     assert page.evaluate("document.activeElement === document.querySelector('nav a')"), "the keyboard stays there"
 
 
+def test_tick_labels_of_an_axis_differ(paths, served, tab):
+    rows = [{"step": n, "mismatch_kl": 1e-13 * (1 + n % 5 / 10), "time/step": 7e4 + n % 3} for n in range(40)]
+    paths.metrics("trainer").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tab.page.goto(served)
+    for title in ("Mismatch KL", "Step time"):
+        wait_for_chart(tab.page, title)
+        labels = tab.page.evaluate(
+            'title => document.querySelector(`[aria-label="chart of ${title}"]`).chart.plot.axes[1]._values', title
+        )
+        assert len(set(labels)) == len(labels) >= 3, labels
+
+
 def test_every_view_has_findings_and_the_bottleneck(paths, served, tab):
     rows = [{"step": n, "time": 4e9 + 5 * n, "time/step": 5, "time/wait_for_batch": 4, "time/wait_for_policy": 0,
              "reward/mean": 0.1 * n, "metrics/correct <b>": 1 - 0.1 * n} for n in range(10)]  # fmt: skip

@@ -1,5 +1,5 @@
 // A card with a line chart: uPlot with our colours, and a legend that shows the values at the cursor.
-import { colour, element, formatNumber, formatPercent, replaceChildren, visibleString } from "./dom.js";
+import { colour, distinctLabels, element, formatNumber, formatPercent, replaceChildren, visibleString } from "./dom.js";
 
 // Steps are whole numbers: 1, 2, 5, 10, ...
 const STEP_INCREMENTS = Array.from({ length: 36 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
@@ -80,8 +80,9 @@ export class LineChart {
       series: [{}, ...lines, ...faint],
       scales: { x: { time: false }, y: { range: this.range ?? paddedRange } },
       axes: [
-        { ...axis, size: 22, gap: 2, space: 60, incrs: minutes ? undefined : STEP_INCREMENTS, values: (_, ticks) => ticks.map((tick) => (minutes ? formatMinutes(tick) : formatTick(tick))) },
-        { ...axis, size: 42, gap: 4, space: 32, values: (_, ticks) => ticks.map(this.format === formatPercent ? formatPercentTick : formatTick) },
+        { ...axis, size: 22, gap: 2, space: 60, incrs: minutes ? undefined : STEP_INCREMENTS, values: (_, ticks) => distinctLabels(ticks, minutes ? formatMinutes : formatTick) },
+        { ...axis, size: (_, labels) => Math.max(42, 10 + 6 * Math.max(...(labels ?? [""]).map((label) => label.length))), gap: 4, space: 32,
+          values: (_, ticks) => distinctLabels(ticks, this.format === formatPercent ? formatPercentTick : formatTick) },
       ],
       cursor: { sync: { key: this.options.syncKey ?? "page" }, points: { size: 6 }, drag: { x: true, y: false }, y: false },
       hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },
@@ -143,22 +144,23 @@ function paddedRange(_, low, high) {
   return [low >= 0 && low < (high - low) * 0.4 ? Math.min(0, low) : low - padding, high + padding];
 }
 
-function formatTick(value) {
+function formatTick(value, further = 0) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e9) return `${Number((value / 1e9).toPrecision(3))}G`;
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-  return size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(4)));
+  const scaled = (unit) => Number((value / unit).toPrecision(3 + further));
+  if (size >= 1e9) return `${scaled(1e9)}G`;
+  if (size >= 1e6) return `${scaled(1e6)}M`;
+  if (size >= 1e4) return `${scaled(1e3)}k`;
+  return size < 1e-3 ? value.toExponential(further) : String(Number(value.toPrecision(4 + further)));
 }
 
-function formatPercentTick(value) {
-  return `${Number((100 * value).toPrecision(4))} %`;
+function formatPercentTick(value, further) {
+  return `${Number((100 * value).toPrecision(4 + further))} %`;
 }
 
-function formatMinutes(minutes) {
-  if (Math.abs(minutes) < 2) return `${Math.round(minutes * 60)} s`;
-  return minutes < 120 ? `${Number(minutes.toPrecision(3))} min` : `${Number((minutes / 60).toPrecision(3))} h`;
+function formatMinutes(minutes, further = 0) {
+  if (Math.abs(minutes) < 2) return `${Number((minutes * 60).toFixed(further))} s`;
+  return minutes < 120 ? `${Number(minutes.toPrecision(3 + further))} min` : `${Number((minutes / 60).toPrecision(3 + further))} h`;
 }
 
 // Exponential moving average, with the correction of its beginning (as Adam's).

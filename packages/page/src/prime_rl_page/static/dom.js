@@ -58,6 +58,15 @@ export function formatNumber(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
+// Labels of the ticks of an axis, with as many further digits as it takes to tell them apart.
+export function distinctLabels(values, format) {
+  for (let further = 0; further < 13; further += 1) {
+    const labels = values.map((value) => format(value, further));
+    if (new Set(labels).size === labels.length) return labels;
+  }
+  return values.map((value) => format(value, 0));
+}
+
 export function formatPercent(value) {
   if (value === null || value === undefined) return "–";
   return `${(100 * value).toFixed(value !== 0 && Math.abs(value) < 0.1 ? 1 : 0)} %`;

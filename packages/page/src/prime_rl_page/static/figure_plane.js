@@ -1,6 +1,6 @@
 // Figures in two dimensions, from plotly's JSON: a heatmap or contour with lines over it, or curves with bands.
 import { drawAxes, drawColourBar, extent, niceTicks, prepareCanvas, viridis } from "./canvas.js";
-import { colour, formatNumber } from "./dom.js";
+import { colour, distinctLabels, formatNumber } from "./dom.js";
 
 export const FIGURE_HEIGHT = 270;
 
@@ -28,7 +28,12 @@ function cellTicks(values, count) {
   const chosen = inside && size > count
     ? niceTicks(values[0], values[size - 1], count)
     : [...values.keys()].filter((i) => i % Math.ceil(size / count) === 0).map((i) => values[i]);
-  return chosen.map((value) => [(indexOf(values, value) + 0.5) / size, formatNumber(value)]);
+  return labelled(chosen, (value) => (indexOf(values, value) + 0.5) / size);
+}
+
+function labelled(values, shareOf) {
+  const labels = distinctLabels(values, (value, further) => formatNumber(value, 3 + further));
+  return values.map((value, i) => [shareOf(value), labels[i]]);
 }
 
 export function drawPlane(canvas, figure) {
@@ -82,7 +87,7 @@ function drawCurves(canvas, figure) {
   const shareY = (y) => (y - low) / (high - low || 1);
   const place = (x, y) => [box.left + shareX(x) * box.width, box.top + (1 - shareY(y)) * box.height];
   drawAxes(context, box, {
-    xTicks: all.map((x) => [shareX(x), formatNumber(x)]), yTicks: niceTicks(low, high, 5).map((y) => [shareY(y), formatNumber(y)]),
+    xTicks: labelled(all, shareX), yTicks: labelled(niceTicks(low, high, 5), shareY),
     xLabel: axisTitle(figure, "xaxis"), yLabel: axisTitle(figure, "yaxis"),
   });
   let left = box.left;
