@@ -88,6 +88,18 @@ def test_tick_labels_of_an_axis_differ(paths, served, tab):
         assert len(set(labels)) == len(labels) >= 3, labels
 
 
+def test_step_with_the_start_up_is_out_of_the_scale_of_times(paths, served, tab):
+    rows = [{"step": n, "time/step": 5 + n % 3 if n else 80} for n in range(40)]
+    paths.metrics("trainer").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for smooth in ("", "#smooth=0.9"):
+        tab.page.goto(served + smooth)
+        wait_for_chart(tab.page, "Step time")
+        tab.page.get_by_text("step 0 with the start-up (80 s) is above the scale").wait_for()
+        plot = "document.querySelector('[aria-label=\"chart of Step time\"]').chart.plot"
+        assert 7 <= tab.page.evaluate(f"{plot}.scales.y.max") < 8
+        assert max(tab.page.evaluate(f"{plot}.data[1].slice(1)")) <= 7
+
+
 def test_every_view_has_findings_and_the_bottleneck(paths, served, tab):
     rows = [{"step": n, "time": 4e9 + 5 * n, "time/step": 5, "time/wait_for_batch": 4, "time/wait_for_policy": 0,
              "reward/mean": 0.1 * n, "metrics/correct <b>": 1 - 0.1 * n} for n in range(10)]  # fmt: skip

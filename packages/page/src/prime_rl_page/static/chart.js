@@ -10,8 +10,10 @@ const observer = new ResizeObserver((entries) => {
 
 export class LineChart {
   // lines: [{ label, colour, width, dash, data: () => ({ step, time, value, mean }) }]; mean if points were left out
-  constructor({ title, unit = "", meaning = "", lines, options, format = formatNumber, range = null }) {
-    Object.assign(this, { title, lines, options, format, range });
+  // hasStartup: step 0 contains the start-up, so the scale is that of the others
+  constructor({ title, unit = "", meaning = "", lines, options, format = formatNumber, range = null, hasStartup = false }) {
+    Object.assign(this, { title, lines, options, format, range, hasStartup });
+    this.beyond = element("span");
     this.legend = element("div", { class: "legend" });
     this.plotNode = element("div", { class: "plot", tabindex: 0, role: "group", "aria-label": `chart of ${visibleString(title)}`,
       "aria-description": "Arrow keys move the cursor, plus and minus zoom, Escape shows all.", onkeydown: (event) => this.onKey(event),
@@ -19,7 +21,7 @@ export class LineChart {
     this.node = element("div", { class: "card chart" },
       element("div", { class: "head" },
         element("span", { class: "title", title: meaning || null }, visibleString(title)),
-        element("span", { class: "unit" }, unit), this.legend),
+        element("span", { class: "unit" }, unit, this.beyond), this.legend),
       this.plotNode);
     this.plotNode.chart = this;
     this.plot = null;
@@ -47,7 +49,32 @@ export class LineChart {
     const [x, ...raw] = this.table();
     const weight = Number(this.options.smooth || 0);
     if (!weight) return [x, ...raw];
-    return [x, ...this.table("mean").slice(1).map((values) => smoothed(values, weight)), ...raw];
+    const means = this.table("mean").slice(1).map((values, number) => {
+      const omitted = this.startup(number, values);
+      return smoothed(values.map((value, i) => (i === omitted ? null : value)), weight);
+    });
+    return [x, ...means, ...raw];
+  }
+
+  // Where a column of a line has step 0 that is left out of the scale; -1 if nowhere.
+  startup(number, column) {
+    const { step } = this.lines[number].data();
+    return this.hasStartup && step[0] === 0 && step.length > 1 ? column.findIndex((value) => value !== null && value !== undefined) : -1;
+  }
+
+  rangeAfterStartup(plot, low, high) {
+    const [first, last] = plot.series[0].idxs;
+    const values = plot.data.slice(1).flatMap((column, number) => {
+      const omitted = this.startup(number % this.lines.length, column);
+      return column.filter((value, i) => i >= first && i <= last && i !== omitted && value !== null && value !== undefined);
+    });
+    return values.length ? paddedRange(plot, Math.min(...values), Math.max(...values)) : paddedRange(plot, low, high);
+  }
+
+  showBeyond(plot) {
+    const columns = plot.data.slice(-this.lines.length);
+    const largest = Math.max(...columns.map((column, number) => column[this.startup(number, column)] ?? -Infinity));
+    this.beyond.textContent = largest > plot.scales.y.max ? ` · step 0 with the start-up (${this.format(largest)}) is above the scale` : "";
   }
 
   draw() {
@@ -78,14 +105,14 @@ export class LineChart {
     const minutes = this.options.x === "time";
     return {
       series: [{}, ...lines, ...faint],
-      scales: { x: { time: false }, y: { range: this.range ?? paddedRange } },
+      scales: { x: { time: false }, y: { range: this.range ?? (this.hasStartup ? (...values) => this.rangeAfterStartup(...values) : paddedRange) } },
       axes: [
         { ...axis, size: 22, gap: 2, space: 60, incrs: minutes ? undefined : STEP_INCREMENTS, values: (_, ticks) => distinctLabels(ticks, minutes ? formatMinutes : formatTick) },
         { ...axis, size: (_, labels) => Math.max(42, 10 + 6 * Math.max(...(labels ?? [""]).map((label) => label.length))), gap: 4, space: 32,
           values: (_, ticks) => distinctLabels(ticks, this.format === formatPercent ? formatPercentTick : formatTick) },
       ],
       cursor: { sync: { key: this.options.syncKey ?? "page" }, points: { size: 6 }, drag: { x: true, y: false }, y: false },
-      hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },
+      hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)], setScale: [(plot, name) => name === "y" && this.showBeyond(plot)] },
       legend: { show: false },
       padding: [8, 14, 0, 0],
     };

@@ -1,6 +1,7 @@
 // Several runs side by side.
 import { LineChart } from "./chart.js";
 import { element, formatNumber, formatPercent, formatSeconds, replaceChildren, segments, visibleString } from "./dom.js";
+import { isDuration } from "./overview.js";
 import { SeriesStore } from "./series_store.js";
 import { getJson, isReport } from "./source.js";
 import { readState, setState, stateUrl } from "./state.js";
@@ -56,7 +57,7 @@ export class CompareView {
       const title = name === "trainer:loss" && losses.size > 1 ? "Loss (of different types)" : usual;
       const lines = shown.filter((run) => run.store.get(name).step.length).map((run) => ({ label: run.label, colour: run.colour, start: firstTime(run.store), data: () => run.store.get(name) }));
       if (lines.length === 0) continue;
-      const chart = new LineChart({ title, unit, format, lines, options });
+      const chart = new LineChart({ title, unit, format, lines, options, hasStartup: isDuration(name) });
       this.charts.push(chart);
       grid.append(chart.node);
       chart.draw();

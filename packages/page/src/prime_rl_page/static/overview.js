@@ -11,6 +11,10 @@ function evaluated(name) {
   return name.replace(/^\w+:(eval\/)?/, "");
 }
 
+export function isDuration(name) {
+  return name.includes(":time/");
+}
+
 // Charts at the top of the page; those without data are left out.
 function mainCharts(names) {
   const of = (pattern) => [...names].filter((name) => pattern.test(name)).sort();
@@ -113,7 +117,8 @@ export class OverviewView {
     }
     const range = chart.share ? (_, low, high) => [0, Math.max(0.1, (high ?? 1) * 1.05)] : null;
     const meaning = chart.lines.map(([name]) => this.meaning(name)).filter(Boolean).join("\n");
-    return new LineChart({ title: chart.title, unit: chart.unit, meaning, lines, options: this.options, format: chart.format, range });
+    const hasStartup = chart.lines.every(([name]) => isDuration(name));
+    return new LineChart({ title: chart.title, unit: chart.unit, meaning, lines, options: this.options, format: chart.format, range, hasStartup });
   }
 
   meaning(name) {
@@ -172,7 +177,7 @@ export class OverviewView {
       box.append(element("div", { class: "group-title" }, area), grid);
       for (const metric of metrics) {
         const chart = new LineChart({ title: metric.name.replace(/^\w+:/, ""), unit: metric.unit, meaning: metric.meaning,
-          lines: [{ label: "", colour: "c0", data: () => this.store.get(metric.name) }], options: this.options });
+          lines: [{ label: "", colour: "c0", data: () => this.store.get(metric.name) }], options: this.options, hasStartup: isDuration(metric.name) });
         chart.isOther = true;
         chart.node.draw = async () => {
           await this.store.load([metric.name]);
