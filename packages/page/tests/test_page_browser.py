@@ -134,6 +134,12 @@ def test_overview_metric_search_is_in_the_url(served, tab):
     page.get_by_label("search metrics").fill("learning rate")
     page.get_by_text("lr", exact=True).wait_for()
     assert "q=learning+rate" in address_of(page)
+    assert page.locator(".chart .title:visible").all_text_contents() == ["lr"]
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.get_by_label("search metrics").fill("")
+    page.locator(".chart .title:visible", has_text="importance_ratio/clipped").wait_for()
+    assert "all=1" in address_of(page)
 
 
 def test_rollout_is_found_by_filter_and_opened_by_url(served, tab, browser):

@@ -1,9 +1,10 @@
 // Curves of one run.
 import { LineChart } from "./chart.js";
-import { element, formatPercent, formatSeconds, replaceChildren, segments } from "./dom.js";
+import { announce, element, formatPercent, formatSeconds, replaceChildren, segments } from "./dom.js";
 import { getJson } from "./source.js";
 import { readState, setState } from "./state.js";
 
+const MAX_OTHER_CHARTS = 300;
 const PALETTE = ["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"];
 
 // "orchestrator:eval/math/pass@2" is math/pass@2; validation keeps its prefix.
@@ -79,8 +80,10 @@ export class OverviewView {
     this.start = this.startTime();
     this.options = { x: state.x === "time" && this.overview.has_time ? "time" : "step", smooth: state.smooth ?? 0, start: this.start };
     const grid = element("div", { class: "charts" });
-    replaceChildren(this.node, this.toolbar(), grid, this.allMetrics());
+    const others = element("section");
+    replaceChildren(this.node, this.toolbar(state, () => this.fillMetrics(grid, others)), grid, others);
     for (const chart of main) this.add(grid, this.makeMain(chart));
+    this.fillMetrics(grid, others);
     this.drawIdle();
   }
 
@@ -133,42 +136,36 @@ export class OverviewView {
     this.visible.observe(chart.node);
   }
 
-  toolbar() {
+  toolbar(state, fill) {
     const axis = segments([["step", "Step"], ["time", "Time", this.overview.has_time ? "" : "The metrics of this run have no time."]],
       this.options.x, (x) => setState({ x: x === "step" ? null : x }), "horizontal axis");
     const smooth = element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: this.options.smooth, "aria-label": "smoothing",
       onchange: (event) => setState({ smooth: Number(event.target.value) || null }) });
-    return element("div", { class: "toolbar" }, axis, element("label", {}, "Smoothing", smooth),
+    this.searchInput = element("input", { type: "search", placeholder: `${this.overview.metrics.length} names`, value: state.q ?? "",
+      oninput: (event) => {
+        setState({ q: event.target.value }, { replace: true });
+        fill();
+      } });
+    return element("div", { class: "toolbar" }, axis, element("label", {}, "Smoothing", smooth), element("label", {}, "Search metrics", this.searchInput),
+      element("button", { type: "button", onclick: () => setState({ all: state.all === "1" ? null : "1" }) }, state.all === "1" ? "Show the main charts" : "Show all metrics"),
       element("span", { class: "space" }),
       element("span", {}, "Drag in a chart to zoom, double-click to reset."));
   }
 
-  allMetrics() {
-    const state = readState();
-    const box = element("div");
-    const count = this.overview.metrics.length;
-    const search = element("input", { type: "search", placeholder: `Search ${count} metrics`, value: state.q ?? "", "aria-label": "search metrics",
-      oninput: (event) => {
-        setState({ q: event.target.value }, { replace: true });
-      } });
-    this.searchInput = search;
-    const fill = () => this.fillMetrics(box, search.value, state.all === "1");
-    search.addEventListener("input", fill);
-    const toggle = element("button", { type: "button", onclick: () => setState({ all: readState().all === "1" ? null : "1" }) },
-      state.all === "1" ? "Hide other metrics" : "Show all metrics");
-    fill();
-    return element("section", {}, element("div", { class: "toolbar", style: { marginTop: "26px" } }, toggle, search), box);
-  }
-
-  async fillMetrics(box, text, showAll) {
+  // Draws the metrics that are searched, or all of them, in place of the main charts.
+  fillMetrics(grid, box) {
     this.dropCharts((chart) => chart.isOther);
     box.replaceChildren();
-    const wanted = text.trim().toLowerCase();
-    if (!wanted && !showAll) return;
+    const wanted = this.searchInput.value.trim().toLowerCase();
+    grid.hidden = Boolean(wanted) || readState().all === "1";
+    if (!grid.hidden) return;
     const found = this.overview.metrics.filter((metric) => !wanted || `${metric.name} ${metric.meaning}`.toLowerCase().includes(wanted));
-    if (found.length === 0) box.append(element("p", { class: "empty" }, "No metric has this name or meaning."));
+    const shown = found.slice(0, MAX_OTHER_CHARTS);
+    const count = found.length === 0 ? "No metric has this name or meaning." : `${found.length} of ${this.overview.metrics.length} metrics`;
+    box.append(element("p", { class: "muted" }, count, shown.length < found.length ? `; the first ${shown.length} are shown` : ""));
+    if (wanted) announce(count);
     const areas = new Map();
-    for (const metric of found.slice(0, 300)) {
+    for (const metric of shown) {
       const area = metric.name.split("/")[0].replace(":", " · ");
       areas.set(area, [...(areas.get(area) ?? []), metric]);
     }
