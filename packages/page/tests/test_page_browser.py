@@ -100,6 +100,15 @@ def test_step_with_the_start_up_is_out_of_the_scale_of_times(paths, served, tab)
         assert max(tab.page.evaluate(f"{plot}.data[1].slice(1)")) <= 7
 
 
+def test_legend_of_the_learning_rate_names_the_step_and_the_largest(paths, served, tab):
+    rows = [{"step": n, "lr": 0.02 * (1 - n / 39)} for n in range(40)]
+    paths.metrics("trainer").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tab.page.goto(served)
+    wait_for_chart(tab.page, "Learning rate")
+    legend = tab.page.locator(".chart", has=tab.page.get_by_text("Learning rate", exact=True)).locator(".legend")
+    assert legend.text_content() == "step 390 · largest 0.02"
+
+
 def test_every_view_has_findings_and_the_bottleneck(paths, served, tab):
     rows = [{"step": n, "time": 4e9 + 5 * n, "time/step": 5, "time/wait_for_batch": 4, "time/wait_for_policy": 0,
              "reward/mean": 0.1 * n, "metrics/correct <b>": 1 - 0.1 * n} for n in range(10)]  # fmt: skip

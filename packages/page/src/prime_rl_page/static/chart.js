@@ -10,9 +10,9 @@ const observer = new ResizeObserver((entries) => {
 
 export class LineChart {
   // lines: [{ label, colour, width, dash, data: () => ({ step, time, value, mean }) }]; mean if points were left out
-  // hasStartup: step 0 contains the start-up, so the scale is that of the others
-  constructor({ title, unit = "", meaning = "", lines, options, format = formatNumber, range = null, hasStartup = false }) {
-    Object.assign(this, { title, lines, options, format, range, hasStartup });
+  // hasStartup: step 0 contains the start-up, so the scale is that of the others; hasLargest: of one line, in the legend
+  constructor({ title, unit = "", meaning = "", lines, options, format = formatNumber, range = null, hasStartup = false, hasLargest = false }) {
+    Object.assign(this, { title, lines, options, format, range, hasStartup, hasLargest });
     this.beyond = element("span");
     this.legend = element("div", { class: "legend" });
     this.plotNode = element("div", { class: "plot", tabindex: 0, role: "group", "aria-label": `chart of ${visibleString(title)}`,
@@ -128,9 +128,10 @@ export class LineChart {
       return element("span", {}, key, line.label ? `${visibleString(line.label)} ` : "", element("b", {}, this.format(column[at])));
     });
     const x = this.plot.data[0];
-    const at = index === null || index === undefined ? null : x[index];
-    const where = at === null ? null : this.options.x === "time" ? formatMinutes(at) : `step ${at}`;
-    replaceChildren(this.legend, where ? element("span", {}, where) : null, parts);
+    const at = x[index ?? x.length - 1];
+    const where = at === undefined ? "" : this.options.x === "time" ? formatMinutes(at) : `step ${at}`;
+    const largest = this.hasLargest && x.length ? ` · largest ${this.format(Math.max(...this.plot.data.at(-1)))}` : "";
+    replaceChildren(this.legend, element("span", {}, where), parts, largest);
   }
 
   onKey(event) {

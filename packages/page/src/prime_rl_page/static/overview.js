@@ -16,6 +16,11 @@ export function isDuration(name) {
   return name.includes(":time/");
 }
 
+// The last learning rate of a schedule is near 0, which hides how high it was.
+function hasLargest(name) {
+  return /^trainer:lr(\/|$)/.test(name);
+}
+
 // Charts at the top of the page; those without data are left out.
 function mainCharts(names) {
   const of = (pattern) => [...names].filter((name) => pattern.test(name)).sort();
@@ -32,6 +37,7 @@ function mainCharts(names) {
     { title: "Mismatch KL", unit: "nats", lines: [["trainer:mismatch_kl", "all tokens"], ["trainer:mismatch_kl/on_policy", "on-policy"]] },
     { title: "Entropy", unit: "nats", lines: [["trainer:entropy", ""]] },
     { title: "Gradient norm", lines: [["trainer:grad_norm", ""]] },
+    { title: "Learning rate", lines: [["trainer:lr", ""]] },
     { title: "Loss", lines: [["trainer:loss", "train"], ["trainer:val/loss", "validation"]] },
     { title: "Tokens per second", lines: [["trainer:perf/tokens_per_second", "trained"], ["orchestrator:perf/tokens_per_second", "sampled"]] },
     { title: "Step time", unit: "seconds", format: formatSeconds, lines: [["trainer:time/step", "step"], ["trainer:time/train", "train"], ["trainer:time/wait_for_batch", "wait for batch"]] },
@@ -121,7 +127,7 @@ export class OverviewView {
     const range = chart.share ? (_, low, high) => [0, Math.max(0.1, (high ?? 1) * 1.05)] : null;
     const meaning = chart.lines.map(([name]) => this.meaning(name)).filter(Boolean).join("\n");
     const hasStartup = chart.lines.every(([name]) => isDuration(name));
-    return new LineChart({ title: chart.title, unit: chart.unit, meaning, lines, options: this.options, format: chart.format, range, hasStartup });
+    return new LineChart({ title: chart.title, unit: chart.unit, meaning, lines, options: this.options, format: chart.format, range, hasStartup, hasLargest: hasLargest(chart.lines[0][0]) });
   }
 
   meaning(name) {
@@ -174,7 +180,7 @@ export class OverviewView {
       box.append(element("div", { class: "group-title" }, area), grid);
       for (const metric of metrics) {
         const chart = new LineChart({ title: metric.name.replace(/^\w+:/, ""), unit: metric.unit, meaning: metric.meaning,
-          lines: [{ label: "", colour: "c0", data: () => this.store.get(metric.name) }], options: this.options, hasStartup: isDuration(metric.name) });
+          lines: [{ label: "", colour: "c0", data: () => this.store.get(metric.name) }], options: this.options, hasStartup: isDuration(metric.name), hasLargest: hasLargest(metric.name) });
         chart.isOther = true;
         chart.node.draw = async () => {
           await this.store.load([metric.name]);
