@@ -124,6 +124,20 @@ def test_every_view_has_findings_and_the_bottleneck(paths, served, tab):
         tab.page.locator("#findings").get_by_text("inference is the bottleneck: the trainer waited 80%").wait_for()
 
 
+def test_samples_that_a_finding_names_are_one_click_away(paths, served, tab):
+    rows = [{"step": n, "batch/zero_advantage_groups": 1.0, "reward/mean": 0.0, "reward/std": 0.0} for n in range(40)]
+    paths.metrics("orchestrator").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tab.page
+    page.goto(served)
+    page.locator("#findings").get_by_role("link", name="samples/step_39.jsonl").click()
+    page.locator("tbody tr").first.wait_for()
+    wait_until(
+        page,
+        "() => [...document.querySelectorAll('.list tbody tr')].every(row => row.children[0].textContent === '39')",
+    )
+    assert "step_from=39&step_to=39" in address_of(page)
+
+
 def test_damaged_lines_are_stated_also_those_that_are_written_later(paths, served, tab):
     page = tab.page
     with paths.metrics("trainer").open("a") as file:

@@ -175,9 +175,19 @@ class Page {
     const rows = activities.map((one) => element("tr", {}, element("td", { class: "name" }, visibleString(one.who)),
       element("td", {}, visibleString(one.phase), one.waiting_for ? element("span", { class: "muted" }, `, waits for ${visibleString(one.waiting_for)}`) : null),
       element("td", { class: "number" }, formatSeconds(one.seconds))));
-    replaceChildren(node, findings.map((finding) => element("div", { class: "finding" }, visibleText(finding))),
+    replaceChildren(node, findings.map((finding) => element("div", { class: "finding" }, this.linkSamples(finding))),
       bottleneck ? element("div", {}, visibleText(bottleneck)) : null,
       rows.length ? element("table", { "aria-label": "start of the processes" }, element("tbody", {}, rows)) : null);
+  }
+
+  // The text of a finding, in which a file of samples is a link to its rollouts.
+  linkSamples(text) {
+    return text.split(/(samples\/step_\d+\.jsonl)/).map((part, number) => {
+      if (number % 2 === 0) return visibleText(part);
+      const step = part.match(/\d+/)[0];
+      const state = { view: "rollouts", run: this.runs.length > 1 ? this.run : null, step_from: step, step_to: step };
+      return element("a", { href: stateUrl(state, false), onclick: follow }, part);
+    });
   }
 
   // A notice per subject: the end of one problem leaves the others on the page.
