@@ -47,7 +47,6 @@ def find_problems(trainer: Sequence[Row], orchestrator: Sequence[Row], warnings:
 
 def _failures(batches: Sequence[Row], warnings: Sequence[Row]) -> Iterator[str]:
     latest = {str(row.get("env")): row for row in warnings if row.get("kind") == "group"}
-    texts = {env: str(row.get("text")) for env, row in latest.items()}
     recent = batches[-_RECENT - 1 :]
     # The totals begin at 0 again in a process that is started again.
     is_restarted = any(after.get("groups/ended", 0) < one.get("groups/ended", 0) for one, after in pairwise(recent))
@@ -56,11 +55,16 @@ def _failures(batches: Sequence[Row], warnings: Sequence[Row]) -> Iterator[str]:
     failed, ended = (last.get(f"groups/{name}", 0) - before.get(f"groups/{name}", 0) for name in ("failed", "ended"))
     if batches and failed < _FAILED_SHARE * max(1, ended):
         return
-    counts = {name: last.get(f"dropped/error/{name}", 0) - before.get(f"dropped/error/{name}", 0) for name in texts}
-    for env, text in texts.items():
-        if counts[env] if batches else latest[env].get("count", 0) >= _MIN_FAILED_GROUPS:
-            share = f"{failed:.0f} of {ended:.0f} groups failed: " if batches else ""
-            yield f"environment {env} or its reward function fails: {share}{text}"
+    window = f"in the last {_RECENT} batches" if before else "since the start of the orchestrator"
+    for env, row in latest.items():
+        name, count = f"dropped/error/{env}", row.get("count", 0)
+        if last.get(name, 0) - before.get(name, 0) if batches else count >= _MIN_FAILED_GROUPS:
+            share = (
+                f"{failed:.0f} of {ended:.0f} groups {window}" if batches else f"{count} groups before the first batch"
+            )
+            # Warnings of earlier releases have no cause; their text has a count.
+            what = f"{share}, for example: {row['cause']}" if row.get("cause") else row.get("text")
+            yield f"environment {env} or its reward function fails: {what}"
 
 
 def _instability(trainer: Sequence[Row], batches: Sequence[Row]) -> Iterator[str]:

@@ -452,13 +452,14 @@ class Dispatcher:
         self._end(draw.group_id, reason, env=draw.env)
         ended, group = self._ended[draw.env], f"group {draw.group_id} (example {draw.example})"
 
-        def text(count: int) -> str:
-            which = f"{group} failed" if count == 1 else f"{count} of {ended} groups failed, the last is {group}"
-            remedy = "" if reason == ENGINE else f"{_REMEDY}; "
-            outlook = f"if only errors occur, the run ends after {timeout_seconds:.0f} s ({key})"
-            return f"environment {env}: {which}: {failure}; {remedy}{outlook}"
+        remedy = "" if reason == ENGINE else f"{_REMEDY}; "
+        cause = f"{failure}; {remedy}if only errors occur, the run ends after {timeout_seconds:.0f} s ({key})"
 
-        self._warnings.add("group", env, text)
+        def text(count: int) -> str:
+            which = f"{count} of {ended} groups failed since the start, the last is {group}"
+            return f"environment {env}: {f'{group} failed' if count == 1 else which}: {cause}"
+
+        self._warnings.add("group", env, text, cause)
         if action is DropAction.FAIL:
             raise self._exhausted(reason, failure)
 

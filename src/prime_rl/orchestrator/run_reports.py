@@ -302,11 +302,12 @@ class RunWarnings:
 
     A warning is due at the 1st, 10th, 100th ... event of a kind in an environment.
 
-    {"time": unix s, "kind": ..., "env": ..., "count": ..., "text": ...}
+    {"time": unix s, "kind": ..., "env": ..., "count": ..., "text": ..., "cause": ...}
 
-    `kind` is `group` (a group failed), `worker` (a worker died), `wait` (a group holds up a batch), `signal` (nothing
-    to learn), `credit` (parts without a counterpart), `data` (the examples of an environment changed), `logger`
-    (a service of a monitor does not answer) or `resume` (settings changed).
+    `cause`, of a failed group, is `text` without the count. `kind` is `group` (a group failed), `worker` (a worker
+    died), `wait` (a group holds up a batch), `signal` (nothing to learn), `credit` (parts without a counterpart),
+    `data` (the examples of an environment changed), `logger` (a service of a monitor does not answer) or `resume`
+    (settings changed).
     """
 
     def __init__(self, path: Path) -> None:
@@ -315,13 +316,14 @@ class RunWarnings:
         self._due: list[str] = []
         self._writing: asyncio.Task[None] | None = None
 
-    def add(self, kind: str, env: str, text: Callable[[int], str]) -> None:
+    def add(self, kind: str, env: str, text: Callable[[int], str], cause: str = "") -> None:
         """Count an event; if a warning is due, write what `text` returns for the count. It names cause and remedy."""
         self._counts[kind, env] += 1
         count = self._counts[kind, env]
         if str(count).strip("0") != "1":
             return
         line = {"time": time.time(), "kind": kind, "env": env, "count": count, "text": text(count)}
+        line |= {"cause": cause} if cause else {}
         self._due.append(json.dumps(line))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())

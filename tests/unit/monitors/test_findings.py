@@ -78,10 +78,11 @@ def test_findings_name_a_reward_function_that_raises(batches):
     for row in rows:
         failed = {"groups/failed": 5 * row["step"], "dropped/error/math": 5 * row["step"]}
         row.update(failed | {"groups/ended": 10 * row["step"]})
-    warning = {"kind": "group", "env": "math", "count": 10, "text": "10 groups failed; the last: KeyError: 'score'"}
+    warning = {"kind": "group", "env": "math", "count": 10, "text": "10 groups failed: KeyError: 'score'"}
+    warning["cause"] = "KeyError: 'score'"
     [line] = find_problems(trainer if batches else [], rows if batches else [], [warning])
-    assert "environment math or its reward function fails" in line and "KeyError" in line
-    assert ("50 of 100 groups failed" in line) == batches
+    count = "50 of 100 groups in the last 10 batches" if batches else "10 groups before the first batch"
+    assert line == f"environment math or its reward function fails: {count}, for example: KeyError: 'score'"
     recovered = [row | {"groups/failed": 0, "dropped/error/math": 0} for row in rows]
     assert find_problems(trainer, recovered, [warning]) == []
     assert find_problems([], [], [warning | {"count": 1}]) == []
@@ -93,5 +94,5 @@ def test_findings_count_failed_groups_since_the_restart_of_the_orchestrator():
         ended = 100 * row["step"] if row["step"] < 15 else 10 * (row["step"] - 14)
         failed = 0 if row["step"] < 15 else ended // 10 + 1
         row.update({"groups/ended": ended, "groups/failed": failed, "dropped/error/math": failed})
-    [line] = find_problems([], rows, [{"kind": "group", "env": "math", "count": 1, "text": "KeyError"}])
-    assert "6 of 50 groups failed" in line
+    [line] = find_problems([], rows, [{"kind": "group", "env": "math", "count": 1, "cause": "KeyError"}])
+    assert "6 of 50 groups since the start of the orchestrator" in line

@@ -97,7 +97,8 @@ async def test_environment_that_never_worked_warns_and_ends_the_run_early(tmp_pa
     first, tenth = (line for line in lines if line["kind"] == "group" and line["count"] <= 10)
     assert (first["env"], first["count"]) == ("toy_environment", 1)
     assert 'env.reward_errors = "zero" counts a failed reward as 0' in first["text"]
-    assert "environment toy_environment: 10 of 10 groups failed, the last is group" in tenth["text"]
+    assert "environment toy_environment: 10 of 10 groups failed since the start, the last is group" in tenth["text"]
+    assert tenth["text"].endswith(f": {tenth['cause']}") and tenth["cause"].startswith("reward function reward raised")
     assert "reward function reward raised KeyError: 'broken reward'" in first["text"]
     assert "0 s (orchestrator.failing_at_start_seconds)" in first["text"]
 

@@ -145,9 +145,9 @@ def diagnose(facts: RunFacts) -> Diagnosis:
     problems = tuple(_problems(facts, state, processes, chain))
     trainer, orchestrator = (facts.lines.get(role, ()) for role in ("trainer", "orchestrator"))
     starts = [float(str(event.get("time", 0))) for event in facts.events if event.get("event") in _STARTS]
+    findings = tuple(find_problems(trainer, orchestrator, facts.warnings))
     return Diagnosis(
-        state, processes, chain, problems, tuple(_notes(facts, state, processes)), facts,
-        findings=tuple(find_problems(trainer, orchestrator, facts.warnings)),
+        state, processes, chain, problems, tuple(_notes(facts, state, processes, findings)), facts, findings=findings,
         bottleneck=find_bottleneck(
             [row for row in trainer if facts.resume is None or row.get("step", 0) >= facts.resume.step],
             orchestrator, max(starts, default=0.0),
@@ -302,14 +302,16 @@ def _resume_hint(facts: RunFacts) -> str | None:
     return f"checkpoint {step} is complete: the same command with `--ckpt.resume-step -1` resumes from it"
 
 
-def _notes(facts: RunFacts, state: RunState, processes: Sequence[Process]) -> Iterator[str]:
+def _notes(facts: RunFacts, state: RunState, processes: Sequence[Process], findings: Sequence[str]) -> Iterator[str]:
     if state in (RunState.FINISHED, RunState.STOPPED):
         yield from (f"{p.beat} wrote no last heartbeat" for p in processes if p.state is ProcessState.DEAD)
     if facts.slow_rank is not None:
         yield facts.slow_rank
     latest = {(warning.get("kind"), warning.get("env")): warning for warning in facts.warnings}
     for warning in latest.values():
-        if warning.get("text") and (warning.get("kind"), warning.get("env")) != ("signal", ""):  # see the findings
+        cause = str(warning.get("cause") or warning.get("text"))
+        is_signal = (warning.get("kind"), warning.get("env")) == ("signal", "")
+        if warning.get("text") and not is_signal and not any(cause in finding for finding in findings):
             ago = duration(facts.now - float(str(warning.get("time", facts.now))))
             yield f"{warning['text']} ({ago} ago)"
     for name, why in sorted(facts.broken.items()):

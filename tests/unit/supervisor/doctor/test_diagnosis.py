@@ -278,10 +278,17 @@ def test_diagnose_batches_without_learning_signal_are_a_finding():
     assert diagnose(replace(RUN, lines={"orchestrator": batches[:2]})).findings == ()
 
 
+def test_diagnose_failed_groups_are_counted_once():
+    warning = {"kind": "group", "env": "math", "count": 10, "text": "10 of 12 failed: KeyError", "cause": "KeyError"}
+    result = diagnose(replace(RUN, warnings=(warning,)))
+    assert [line.count("KeyError") for line in (*result.findings, *result.notes)] == [1]
+
+
 def test_diagnose_bottleneck_counts_steps_since_the_last_start_or_resume():
     row = {"time/step": 2.0, "time/train": 1.0, "time/wait_for_batch": 1.0, "time/wait_for_policy": 0.0}
     rows = [{**row, "step": n, "time": 2.0 * n + (500 if n >= 20 else 0)} for n in range(10, 25)]
     facts = replace(RUN, lines={"trainer": rows, "orchestrator": rows}, events=(), resume=ResumeRecord(20, 1))
     found = str(diagnose(facts).bottleneck)
     assert found.startswith("inference is the bottleneck: the trainer waited 50% and") and "last 4 steps" in found
+    assert as_json(diagnose(facts))["bottleneck_window"] == [540.0, 548.0]
     assert diagnose(replace(facts, events=({"time": 545.0, "event": "restarted"},))).bottleneck is None
