@@ -202,6 +202,17 @@ def test_timeline_has_lanes_waits_and_events(client):
     assert len(coarse) <= 200 and any(span.get("merged") for span in coarse)
 
 
+def test_timeline_counts_waits_in_the_steps_of_the_bottleneck(tmp_path):
+    view = RunView("run", write_run(tmp_path / "run", steps=40).root)
+    whole = view.timeline(None, None, 1000)
+    assert whole["counted"] == (whole["first"], whole["last"]), "not examined yet"
+    counted = view.read_health()["bottleneck_window"]
+    found = view.timeline(None, None, 1000)
+    assert found["counted"] == counted and found["begin"] == whole["first"] < counted[0] < counted[1] <= found["last"]
+    assert found["lanes"][3]["covered_seconds"] <= counted[1] - counted[0]
+    assert view.timeline(counted[0], None, 1000)["counted"] == (counted[0], whole["last"])
+
+
 def test_trace_is_a_chrome_trace(client):
     events = json.loads(client.get("/api/runs/synthetic/trace.json").content)
     assert {event["ph"] for event in events} == {"M", "X", "i"}

@@ -310,13 +310,14 @@ def test_timeline_zoom_is_in_the_url_and_shows_who_waited(served, tab):
     page = tab.page
     page.goto(f"{served}/#view=timeline")
     lane = page.get_by_label("phases of trainer_0")
-    lane.wait_for()
+    page.get_by_text("the steps of the bottleneck above").wait_for()
     box = lane.bounding_box()
     page.mouse.move(box["x"] + 100, box["y"] + 10)
     page.mouse.down()
     page.mouse.move(box["x"] + 300, box["y"] + 10)
     page.mouse.up()
     wait_until(page, "() => location.hash.includes('from=')")
+    wait_until(page, "() => !document.body.textContent.includes('the steps of the bottleneck above')")
     page.get_by_text("Who waited for whom").wait_for()
     assert page.get_by_text("for orchestrator").first.is_visible()
 

@@ -32,6 +32,7 @@ def test_report_contains_curves_timeline_and_sampled_rollouts(view):
     base = "runs/a%20%3Cb%3E"
     assert answers[f"{base}/overview"]["headline"]["steps"] == 60
     assert len(answers[f"{base}/series"]["series"]["trainer:loss"]["value"]) == 60
+    assert answers[f"{base}/overview"]["headline"]["bottleneck"] == answers[f"{base}/health"]["bottleneck"] is not None
     assert answers[f"{base}/timeline"]["has_phases"] and answers[f"{base}/health"]["state"] == "finished"
     rows = answers[f"{base}/rollouts"]["rows"]
     assert {row["env"] for row in rows} == {"math", "code"} and max(row["step"] for row in rows) == 59

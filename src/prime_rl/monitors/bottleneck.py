@@ -6,7 +6,7 @@ for something between them. The causes of one side share its time, and the large
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean
 from typing import Any
@@ -39,11 +39,16 @@ _TOOK = {"trainer": "training", "other runs": "other runs"}
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What limits the speed of a run: a cause with a remedy, or None if nothing waits for long; and the evidence."""
+    """What limits the speed of a run: a cause with a remedy, or None if nothing waits for long; and the evidence.
+
+    Attributes:
+        window: begin and end of the steps that count, in Unix seconds.
+    """
 
     cause: str | None
     evidence: str
     where: str = ""
+    window: tuple[float, float] = (0.0, 0.0)
 
     def __str__(self) -> str:
         if self.cause is None:
@@ -61,8 +66,12 @@ def find_bottleneck(trainer: Sequence[Row], orchestrator: Sequence[Row], since: 
     """
     trained = [row for row in trainer if "time/step" in row and "time" in row and row["time"] >= since]
     trained = trained[-1 - NUM_STEPS :]
-    if len(trained) <= _MIN_STEPS:
-        return None
+    found = _find(trained, orchestrator) if len(trained) > _MIN_STEPS else None
+    return found and replace(found, window=(trained[0]["time"], trained[-1]["time"]))
+
+
+def _find(trained: Sequence[Row], orchestrator: Sequence[Row]) -> Bottleneck | None:
+    """Name what limits the steps after the first one of `trained`."""
     begin, steps = trained[0]["time"], trained[1:]
     total = max(trained[-1]["time"] - begin, 1e-9)
     outside = sum(max(0.0, b["time"] - a["time"] - b["time/step"]) for a, b in pairwise(trained))

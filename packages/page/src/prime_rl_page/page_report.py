@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 import numpy as np
 
-from prime_rl_page.run_data.run_health import first_problem
 from prime_rl_page.run_data.run_view import RunView
 from prime_rl_page.run_data.sample_index import conversation_text, preview
 
@@ -81,10 +80,9 @@ def bundle_modules() -> str:
 def report_answers(run: RunView, budget_bytes: int) -> dict[str, Any]:
     """What the server would answer to the requests of the page, by path; compressed, about `budget_bytes`."""
     base = f"runs/{quote(run.name, safe='!()*~' + chr(39))}"
+    health = run.read_health()  # the headline contains it
     overview = run.overview()
     names = [metric["name"] for metric in overview["metrics"]] + ["wait_share:trainer", "wait_share:orchestrator"]
-    health = run.read_health()
-    overview["headline"] |= {key: health[key] for key in ("state", "healthy")} | {"problem": first_problem(health)}
     answers: dict[str, Any] = {
         "runs": {"runs": [run.describe()]},
         f"{base}/overview": overview,

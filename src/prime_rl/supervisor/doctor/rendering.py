@@ -97,6 +97,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "problems": [{"text": p.text, "culprit": p.culprit, "hint": p.hint} for p in diagnosis.problems],
         "findings": list(diagnosis.findings),
         "bottleneck": None if diagnosis.bottleneck is None else str(diagnosis.bottleneck),
+        "bottleneck_window": None if diagnosis.bottleneck is None else list(diagnosis.bottleneck.window),
         "notes": list(diagnosis.notes),
         "chain": [process.name for process in diagnosis.chain],
         "processes": [

@@ -226,10 +226,11 @@ class RunView:
         return self._evaluations[evaluation]
 
     def timeline(self, begin: float | None, end: float | None, num_pixels: int) -> dict[str, Any]:
-        """Lanes and events of a time window."""
+        """Lanes and events of a time window. Totals of the whole run are those of the steps of the bottleneck."""
+        latest = (self.health.latest() or {}) if begin is end is None else {}
         with self._timeline_lock:
             self._timeline.refresh()
-            return self._timeline.window(begin, end, num_pixels)
+            return self._timeline.window(begin, end, num_pixels, latest.get("bottleneck_window"))
 
     def read_timeline(self) -> Timeline:
         """Return the timeline with all phases on disk."""

@@ -177,8 +177,13 @@ class Timeline:
                 times += [min(lane.starts), lane.ends[-1]]
         return (min(times), max(times)) if times else None
 
-    def window(self, begin: float | None, end: float | None, num_pixels: int) -> dict[str, Any]:
-        """Lanes, events and totals between two times; None is the beginning or the end of the run."""
+    def window(
+        self, begin: float | None, end: float | None, num_pixels: int, counted: Sequence[float] | None = None
+    ) -> dict[str, Any]:
+        """Lanes and events between two times; None is the beginning or the end of the run.
+
+        The totals are those between the times `counted`, or of the same window.
+        """
         beats = read_heartbeats(self._paths)
         unfinished = {name: span for name, beat in beats.items() if (span := self._unfinished(beat)) is not None}
         current = _current(beats)
@@ -193,15 +198,16 @@ class Timeline:
             spans = lane.window(begin, end, min_seconds)
             if (span := unfinished.get(name)) is not None and span["end"] >= begin and span["start"] <= end:
                 spans.append(span)
-            lanes.append({"name": name, "spans": spans, **lane.totals(begin, end)})
+            lanes.append({"name": name, "spans": spans, **lane.totals(*(counted or (begin, end)))})
         events = [
             {key: event[key] for key in _EVENT_KEYS if event.get(key) is not None}
             for event in self.events
             if begin <= float(event["time"]) <= end
         ]
         return {
-            "begin": begin, "end": end, "first": bounds[0], "last": bounds[1], "lanes": lanes,
-            "events": events[-_MAX_EVENTS:], "current": current, "has_phases": bool(self.num_spans or unfinished),
+            "begin": begin, "end": end, "counted": counted or (begin, end), "first": bounds[0], "last": bounds[1],
+            "lanes": lanes, "events": events[-_MAX_EVENTS:], "current": current,
+            "has_phases": bool(self.num_spans or unfinished),
         }  # fmt: skip
 
     def _unfinished(self, beat: HeartbeatRecord) -> dict[str, Any] | None:

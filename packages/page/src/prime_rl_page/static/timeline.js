@@ -8,7 +8,6 @@ const PHASE_COLOURS = ["c0", "c1", "c2", "c3", "c5", "c6", "c4", "c8", "c9", "c7
 const BAD_EVENTS = new Set(["failed", "silent", "stuck", "stopped", "killed", "restarted"]);
 const LANE_HEIGHT = 28;
 const SUPERVISOR = "rl";
-const LONG_WAIT = 0.2;
 
 export class TimelineView {
   constructor(run) {
@@ -36,6 +35,12 @@ export class TimelineView {
     this.seen = key;
   }
 
+  // The steps of the bottleneck have changed.
+  onHeadline({ bottleneck }) {
+    if (this.bottleneck !== bottleneck && this.begin === null && this.end === null && !this.drag) this.render();
+    this.bottleneck = bottleneck;
+  }
+
   build() {
     const { data } = this;
     if (data.begin === null) {
@@ -57,7 +62,7 @@ export class TimelineView {
         onkeydown: (event) => this.onKey(event, lane), onblur: hideTip });
       this.listen(canvas, lane);
       lane.canvas = canvas;
-      const idle = lane.idle_share === null || lane.idle_share === undefined ? "no phases" : `idle ${formatPercent(lane.idle_share)}`;
+      const idle = lane.idle_share === null || lane.idle_share === undefined ? (lane.spans.length ? "" : "no phases") : `idle ${formatPercent(lane.idle_share)}`;
       return element("div", { class: "lane" }, element("div", { class: "who", title: lane.name }, visibleString(lane.name), element("small", {}, idle)), canvas);
     });
     this.brush = element("div", { class: "brush", hidden: true });
@@ -270,19 +275,15 @@ export class TimelineView {
   waitCard() {
     const rows = this.data.lanes.flatMap((lane) => Object.entries(lane.waits).map(([role, seconds]) => [lane, role, seconds])).sort((a, b) => b[2] - a[2]);
     if (rows.length === 0) return null;
-    return element("div", { class: "card" }, element("h2", {}, "Who waited for whom"), element("p", {}, this.verdict()), element("table", {}, element("tbody", {},
+    return element("div", { class: "card" }, element("h2", {}, "Who waited for whom"), element("p", {}, this.countedTime()), element("table", {}, element("tbody", {},
       rows.slice(0, 12).map(([lane, role, seconds]) => element("tr", {}, element("td", {}, visibleString(lane.name)), element("td", { class: "muted" }, `for ${visibleString(role)}`),
         element("td", { class: "number" }, formatSeconds(seconds)), element("td", { class: "number muted" }, formatPercent(seconds / lane.covered_seconds)))))));
   }
 
-  // That the orchestrator waits for inference is normal: it is sampling. The two waits below cost time.
-  verdict() {
-    const share = (waiting, role) => Math.max(0, ...this.data.lanes.filter((lane) => lane.name.split("_")[0] === waiting && lane.covered_seconds)
-      .map((lane) => (lane.waits[role] ?? 0) / lane.covered_seconds));
-    const [trainer, orchestrator] = [share("trainer", "orchestrator"), share("orchestrator", "trainer")];
-    const waits = `The trainer waits ${formatPercent(trainer)} of the time for batches, sampling waits ${formatPercent(orchestrator)} for weights.`;
-    if (Math.max(trainer, orchestrator) < LONG_WAIT) return `${waits} Neither is a bottleneck.`;
-    return `${waits} ${trainer > orchestrator ? "Inference" : "The trainer"} is the bottleneck.`;
+  countedTime() {
+    const { counted: [from, to], begin, end, first, last } = this.data;
+    const steps = (from === begin && to === end) || (from === first && to === last) ? "" : ", the steps of the bottleneck above";
+    return `From ${formatClock(from)} to ${formatClock(to)}${steps}.`;
   }
 
   currentCard() {
