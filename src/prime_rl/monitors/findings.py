@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from statistics import mean, median, variance
 from typing import Any
 
@@ -37,10 +37,10 @@ def find_problems(trainer: Sequence[Row], orchestrator: Sequence[Row], warnings:
         warnings: lines of metrics/warnings.jsonl in order.
     """
     batches = [row for row in orchestrator if "reward/mean" in row]
-    unstable = list(_instability(trainer, batches))
-    found = [*_failures(batches, warnings), *unstable, *_hacking(orchestrator, batches)]
-    if unstable:  # equal rollouts and a low entropy are its consequences
-        return found
+    unstable, onset = _instability(trainer, batches)
+    found = [*_failures(batches, warnings), *_disagreement(trainer), *unstable, *_hacking(orchestrator, batches)]
+    # Equal rollouts and a low entropy since then are consequences of the large updates.
+    trainer, batches = ([row for row in rows if row.get("step", 0) < onset] for rows in (trainer, batches))
     missing = find_missing_signal(batches)
     return [*found, *([missing] if missing is not None else []), *_collapse(trainer, batches)]
 
@@ -67,35 +67,52 @@ def _failures(batches: Sequence[Row], warnings: Sequence[Row]) -> Iterator[str]:
             yield f"environment {env} or its reward function fails: {what}"
 
 
-def _instability(trainer: Sequence[Row], batches: Sequence[Row]) -> Iterator[str]:
-    """Updates that are too large: gradients, mismatch and entropy explode, and the reward falls."""
-    all_norms, entropies = _values(trainer, "grad_norm"), _ends(_values(trainer, "entropy"))
-    rewards = _values(batches, "reward/mean")
-    signs = []
-    if (norms := _ends(all_norms)) is not None:
-        # The first steps may have no gradient.
-        base = max(mean(norms[0]), median(all_norms[: len(all_norms) // 2]))
-        if mean(norms[1]) > _EXPLODED * base > 0:
-            signs.append(f"the gradient norm rose from {base:.3g} to {mean(norms[1]):.3g}")
-    mismatch = _values(trainer, "mismatch_kl")[-_RECENT:]
-    if mismatch and mean(mismatch) > _MISMATCH_NATS:
-        signs.append(f"mismatch_kl is {mean(mismatch):.3g} nats")
+def _disagreement(trainer: Sequence[Row]) -> Iterator[str]:
     disagreement = _values(trainer, "mismatch_kl/on_policy")[-_RECENT:]
     if disagreement and mean(disagreement) > _DISAGREEMENT_NATS:
         yield (
             f"trainer and sampler disagree: mismatch_kl/on_policy is {mean(disagreement):.3g} nats, and 0 is expected; "
             "compare model.dtype and quantization of both"
         )
-    if entropies and mean(entropies[1]) > max(1.0, 2 * mean(entropies[0])):
-        signs.append(f"the entropy rose from {mean(entropies[0]):.3g} to {mean(entropies[1]):.3g} nats")
+
+
+def _instability(trainer: Sequence[Row], batches: Sequence[Row]) -> tuple[list[str], float]:
+    """Updates that are too large: gradients, mismatch and entropy explode, and the reward falls.
+
+    Returns:
+        The finding, if any, and the first step with a sign of it; infinity without a finding.
+    """
+    all_norms, entropies = _values(trainer, "grad_norm"), _ends(_values(trainer, "entropy"))
+    rewards = _values(batches, "reward/mean")
+    signs: dict[str, float] = {}
+
+    def first_step(name: str, limit: float, skipped: int = 0) -> float:
+        return next((row.get("step", 0) for row in trainer[skipped:] if (row.get(name) or 0) > limit), inf)
+
+    if (norms := _ends(all_norms)) is not None:
+        # The first steps may have no gradient.
+        base = max(mean(norms[0]), median(all_norms[: len(all_norms) // 2]))
+        if mean(norms[1]) > _EXPLODED * base > 0:
+            text = f"the gradient norm rose from {base:.3g} to {mean(norms[1]):.3g}"
+            signs[text] = first_step("grad_norm", _EXPLODED * base)
+    mismatch = _values(trainer, "mismatch_kl")[-_RECENT:]
+    if mismatch and mean(mismatch) > _MISMATCH_NATS:
+        signs[f"mismatch_kl is {mean(mismatch):.3g} nats"] = first_step("mismatch_kl", _MISMATCH_NATS)
+    if entropies and mean(entropies[1]) > (limit := max(1.0, 2 * mean(entropies[0]))):
+        text = f"the entropy rose from {mean(entropies[0]):.3g} to {mean(entropies[1]):.3g} nats"
+        signs[text] = first_step("entropy", limit, len(entropies[0]))
     if skipped := sum(row.get("optim/skipped") or 0 for row in trainer[-_RECENT:]):
-        signs.append(f"{skipped:.0f} updates of the last {_RECENT} steps were skipped, since gradients are not finite")
+        text = f"{skipped:.0f} updates of the last {_RECENT} steps were skipped, since gradients are not finite"
+        signs[text] = first_step("optim/skipped", 0)
     if (fall := _fall(rewards)) is not None:
-        signs.append(f"the reward fell from {fall[0]:.3g} to {fall[1]:.3g}")
-    if len(signs) > (fall is not None) or (fall is not None and fall[1] < fall[0] / 2):
-        rate = max(_values(trainer, "lr"), default=0.0)
-        largest = f" (at most {rate:.2g} so far)" if rate else ""
-        yield f"training is unstable: {', '.join(signs)}; lower optim.lr{largest}, or resume from an earlier checkpoint"
+        text, middle = f"the reward fell from {fall[0]:.3g} to {fall[1]:.3g}", mean(fall)
+        signs[text] = max(row.get("step", 0) for row in batches if (row["reward/mean"] or 0) > middle) + 1
+    if len(signs) == (fall is not None) and (fall is None or fall[1] >= fall[0] / 2):
+        return [], inf
+    rate = max(_values(trainer, "lr"), default=0.0)
+    largest = f" (at most {rate:.2g} so far)" if rate else ""
+    text = f"training is unstable: {', '.join(signs)}; lower optim.lr{largest}, or resume from an earlier checkpoint"
+    return [text], min(signs.values())
 
 
 def _hacking(orchestrator: Sequence[Row], batches: Sequence[Row]) -> Iterator[str]:

@@ -72,6 +72,21 @@ def test_findings_of_a_policy_that_was_destroyed_at_once_name_the_cause_alone():
     assert "the reward fell from 0.3" in line and "lower optim.lr (at most 0.02" in line
 
 
+@pytest.mark.parametrize(("start", "also"), [(0, "learns nothing"), (12, None)])
+def test_findings_of_unstable_training_include_equal_rewards_that_began_before(start, also):
+    trainer, rows = curves(20, random.Random(0), **{"reward/mean": lambda x: 0.3 if x < 0.6 else 0.0})
+    for row in rows[start:]:
+        row.update({"reward/std": 0.0, "batch/zero_advantage_groups": 1.0})
+    found = find_problems(trainer, rows)
+    assert "training is unstable" in found[0] and (also in found[1] if also else len(found) == 1), found
+
+
+def test_findings_of_unstable_training_include_an_entropy_that_was_low_before():
+    entropy = {"entropy": lambda x: 2 * math.exp(-12 * x) if x < 0.7 else 6.0, "reward/mean": lambda x: 0.3}
+    found = find_problems(*curves(40, random.Random(0), **entropy))
+    assert "the entropy rose" in found[0] and "the entropy collapsed" in found[1], found
+
+
 @pytest.mark.parametrize("batches", [True, False])
 def test_findings_name_a_reward_function_that_raises(batches):
     trainer, rows = curves(20, random.Random(0))
