@@ -20,7 +20,7 @@ _MOST = 0.5
 _BLOCKED_LOOP_SECONDS = 0.5
 _HINTS = {
     "inference": "add inference GPUs (without GPUs: cores), or lower max_tokens or rollouts_per_example",
-    "concurrency limit": "set a higher orchestrator.max_concurrent",
+    "concurrency limit": "set a higher {}",
     "environment": "raise orchestrator.workers_per_env, or make the environment faster",
     "grader": "make the reward function faster or asynchronous, or raise orchestrator.workers_per_env",
     "orchestrator": "raise orchestrator.workers_per_env, or give the orchestrator more CPU cores",
@@ -34,6 +34,12 @@ _HINTS = {
     "data": "raise the number of workers, or use a faster disk",
 }
 """Cause -> what reduces it."""
+FIXED_LIMIT, _FIRST_LIMIT, _LARGEST_LIMIT = (
+    f"orchestrator.{key}" for key in ("max_concurrent", "concurrency.initial", "concurrency.max")
+)
+"""Keys of the limit of rollouts in flight."""
+_KV_HELD = 0.6
+"""Usage of the KV cache from which an adaptive limit does not grow."""
 _TOOK = {"trainer": "training", "other runs": "other runs"}
 
 
@@ -43,34 +49,48 @@ class Bottleneck:
 
     Attributes:
         window: begin and end of the steps that count, in Unix seconds.
+        limit_key: of a concurrency limit, the key that raises it.
     """
 
     cause: str | None
     evidence: str
     where: str = ""
     window: tuple[float, float] = (0.0, 0.0)
+    limit_key: str = ""
 
     def __str__(self) -> str:
         if self.cause is None:
             return f"no bottleneck: {self.evidence}"
-        return f"{self.cause}{self.where} is the bottleneck: {self.evidence}; {_HINTS[self.cause]}"
+        return (
+            f"{self.cause}{self.where} is the bottleneck: {self.evidence}; {_HINTS[self.cause].format(self.limit_key)}"
+        )
 
 
-def find_bottleneck(trainer: Sequence[Row], orchestrator: Sequence[Row], since: float = 0.0) -> Bottleneck | None:
+def limit_key_of(max_concurrent: object, adaptive: object) -> str:
+    """Return the key that limits the rollouts in flight, from those two keys of the orchestrator."""
+    if isinstance(max_concurrent, int):
+        return FIXED_LIMIT
+    return _LARGEST_LIMIT if adaptive else _FIRST_LIMIT
+
+
+def find_bottleneck(
+    trainer: Sequence[Row], orchestrator: Sequence[Row], since: float = 0.0, limit_key: str = FIXED_LIMIT
+) -> Bottleneck | None:
     """Return what limits the last `NUM_STEPS` steps; None before there are enough.
 
     Args:
         trainer: lines of metrics/trainer.jsonl in order.
         orchestrator: lines of metrics/orchestrator.jsonl in order, with those of evaluations.
         since: Unix seconds of the last start of a process; earlier lines do not count.
+        limit_key: see `limit_key_of`.
     """
     trained = [row for row in trainer if "time/step" in row and "time" in row and row["time"] >= since]
     trained = trained[-1 - NUM_STEPS :]
-    found = _find(trained, orchestrator) if len(trained) > _MIN_STEPS else None
+    found = _find(trained, orchestrator, limit_key) if len(trained) > _MIN_STEPS else None
     return found and replace(found, window=(trained[0]["time"], trained[-1]["time"]))
 
 
-def _find(trained: Sequence[Row], orchestrator: Sequence[Row]) -> Bottleneck | None:
+def _find(trained: Sequence[Row], orchestrator: Sequence[Row], limit_key: str) -> Bottleneck | None:
     """Name what limits the steps after the first one of `trained`."""
     begin, steps = trained[0]["time"], trained[1:]
     total = max(trained[-1]["time"] - begin, 1e-9)
@@ -103,7 +123,7 @@ def _find(trained: Sequence[Row], orchestrator: Sequence[Row]) -> Bottleneck | N
             return Bottleneck("evaluation", f"{evidence}, {evaluating:.0%} of its wait during evaluations")
         if (paused := waits("weight_update_pause")) >= _MOST * trainer_wait:
             return Bottleneck("weight update", f"{evidence}, sampling was paused for {paused:.0%}")
-        return _sampling(shipped, evidence)
+        return _sampling(shipped, evidence, limit_key)
     if sampler_wait >= _MIN_SHARE:
         parts = {
             "trainer": time("train"), "checkpoint": checkpoint, "weight update": time("publish"),
@@ -128,7 +148,7 @@ def _sum(rows: Sequence[Row], name: str) -> float:
     return float(sum(row.get(name) or 0.0 for row in rows))
 
 
-def _sampling(rows: Sequence[Row], evidence: str) -> Bottleneck:
+def _sampling(rows: Sequence[Row], evidence: str, limit_key: str) -> Bottleneck:
     """Name the part of a rollout that takes longest: the engine, an environment or its grader, or our event loop."""
     seconds = defaultdict[tuple[str, str], float](float)
     for row in rows:
@@ -142,10 +162,12 @@ def _sampling(rows: Sequence[Row], evidence: str) -> Bottleneck:
     engine = shares.get("engine", 0.0)
     if not shares or engine >= _MOST or part == "engine":
         took = f", the engine took {engine:.0%} of the rollouts' time" if shares else ""
-        limits = [row["inference/concurrency_limit"] for row in rows if _is_limited(row)]
+        limits = [row["inference/concurrency_limit"] for row in rows if _is_limited(row, limit_key == _LARGEST_LIMIT)]
         if len(limits) > _MOST * len(rows):
             reached = f", sampling reached its limit of {limits[-1]:.0f} rollouts, and no request waited on a server"
-            return Bottleneck("concurrency limit", evidence + reached)
+            if limit_key == _LARGEST_LIMIT and limits[-1] > limits[0]:  # it still grows
+                limit_key = _FIRST_LIMIT
+            return Bottleneck("concurrency limit", evidence + reached, limit_key=limit_key)
         return Bottleneck("inference", evidence + took)
     cause = {"scoring": "grader"}.get(part, part)
     slowest = max((key for key in seconds if key[0] == part), key=lambda key: seconds[key])[1]
@@ -156,7 +178,10 @@ def _sampling(rows: Sequence[Row], evidence: str) -> Bottleneck:
     )
 
 
-def _is_limited(row: Row) -> bool:
+def _is_limited(row: Row, is_adaptive: bool) -> bool:
+    """Whether a limit holds back sampling. A full KV cache holds an adaptive one, so then the server is too slow."""
+    if is_adaptive and (row.get("inference/kv_usage/max") or 0) >= _KV_HELD:
+        return False
     in_flight, limit = row.get("inference/in_flight"), row.get("inference/concurrency_limit")
     return bool(in_flight and limit and in_flight >= limit and not row.get("inference/requests_waiting"))
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from prime_rl.monitors.bottleneck import find_bottleneck
+from prime_rl.monitors.bottleneck import find_bottleneck, limit_key_of
 
 
 def simulate(sample=1.0, train=1.0, k=1, publish=0.0, update=0.0, checkpoint=0.0, pause=0.0, steps=14, noise=0.0,
@@ -72,17 +72,26 @@ def test_bottleneck_of_a_simulated_run_is_its_slowest_part(cause, options, unit)
     assert ("without GPUs: cores" in str(found)) == (cause in ("inference", "trainer"))
 
 
-@pytest.mark.parametrize(("in_flight", "waiting", "cause"), [
-    (8, 0, "concurrency limit"), (7, 0, "inference"), (8, 3, "inference"),
+FIXED, ADAPTIVE, CONSTANT = limit_key_of(8, True), limit_key_of("None", True), limit_key_of(None, False)
+
+
+@pytest.mark.parametrize(("values", "key", "remedy"), [
+    ({}, FIXED, "set a higher orchestrator.max_concurrent"), ({"kv_usage/max": 0.7}, FIXED, "max_concurrent"),
+    ({}, CONSTANT, "set a higher orchestrator.concurrency.initial"),
+    ({}, ADAPTIVE, "set a higher orchestrator.concurrency.max"),
+    ({"growth": 1}, ADAPTIVE, "set a higher orchestrator.concurrency.initial"),
+    ({"kv_usage/max": 0.7}, ADAPTIVE, None), ({"in_flight": 7}, FIXED, None), ({"requests_waiting": 3}, FIXED, None),
 ])  # fmt: skip
-def test_bottleneck_of_a_run_at_its_limit_of_rollouts_is_the_limit(in_flight, waiting, cause):
+def test_bottleneck_of_a_run_at_its_limit_of_rollouts_is_the_limit(values, key, remedy):
     trainer, orchestrator = simulate(sample=3, parts=ENGINE)
-    values = {"in_flight": in_flight, "concurrency_limit": 8, "requests_waiting": waiting}
     for row in orchestrator:
-        row.update({f"inference/{name}": value for name, value in values.items()})
-    found = find_bottleneck(trainer, orchestrator)
-    assert found.cause == cause
-    assert ("its limit of 8 rollouts" in str(found)) == (cause == "concurrency limit")
+        limit = 8 + values.get("growth", 0) * row["step"]
+        of_row = {"in_flight": limit, "concurrency_limit": limit, "requests_waiting": 0} | values
+        row.update({f"inference/{name}": value for name, value in of_row.items()})
+    found = find_bottleneck(trainer, orchestrator, limit_key=key)
+    assert found.cause == ("concurrency limit" if remedy else "inference")
+    assert str(found).endswith(remedy or "rollouts_per_example"), str(found)
+    assert (f"its limit of {limit} rollouts" in str(found)) == bool(remedy)
 
 
 def test_bottleneck_of_a_run_that_waits_for_its_turn_is_the_other_runs():

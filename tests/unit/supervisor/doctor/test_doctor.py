@@ -126,8 +126,10 @@ def test_read_settings_of_separately_started_processes_reads_their_own_files(tmp
     given = ["--max-steps", "7", "--async-level", "1", "--heartbeat.dead-after-seconds", "33"]
     Monitor(paths, "trainer", None, TrainerConfig.load(given)).close()
     assert (read_settings(paths).max_steps, read_settings(paths).async_level) == (7, 1)
-    config = OrchestratorConfig.load([*given, "--pass-threshold", "0.5"])
+    assert read_settings(paths).limit_key == "orchestrator.concurrency.max"
+    config = OrchestratorConfig.load([*given, "--pass-threshold", "0.5", "--max-concurrent", "9"])
     write_config(config, paths.config("orchestrator"))
+    assert read_settings(paths).limit_key == "orchestrator.max_concurrent"
     config = read_run_config(paths)
     assert config["heartbeat"]["dead_after_seconds"] == 33
     assert pass_threshold(config) == 0.5
