@@ -1,6 +1,6 @@
 """Training batches, which the orchestrator writes and the trainer reads, as flat arrays over packed rows.
 
-The format is independent of the trainer's world size: every rank reads the whole batch and selects its rows with
+The format is independent of the trainer's world size: every rank gets the whole batch and selects its rows with
 `prime_rl.trainer.micro_batch.assign_rows`.
 """
 

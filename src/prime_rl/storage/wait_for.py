@@ -59,6 +59,18 @@ def wait_until(
 
     If `check` returns a true value, the time so far does not count.
     """
+    for _ in wait_in_turns(directory, condition, timeout_seconds, what, check):
+        pass
+
+
+def wait_in_turns(
+    directory: Path,
+    condition: Callable[[], bool],
+    timeout_seconds: float,
+    what: str,
+    check: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Wait like `wait_until`, and yield at least four times a second until the condition is true."""
     deadline = time.monotonic() + timeout_seconds
     directory.mkdir(parents=True, exist_ok=True)
     if condition():
@@ -70,6 +82,7 @@ def wait_until(
             deadline = time.monotonic() + timeout_seconds
         elif time.monotonic() > deadline:
             raise DeadlineError(f"waited {timeout_seconds:.0f} s for {what}")
+        yield
 
 
 async def watch_directory(directory: Path, stop: asyncio.Event) -> AsyncIterator[None]:

@@ -143,6 +143,7 @@ class StopRequest:
         self.is_agreed = False
         self._directory, self._branch, self._world = directory, branch, world
         self._has_signal = False
+        self._reads_file = not int(os.environ.get("LOCAL_RANK", 0))
         self._handles = directory is not None and not is_supervised()
 
     def __enter__(self) -> Self:
@@ -170,12 +171,15 @@ class StopRequest:
                 write_stop(self._directory, StopRecord(step, self._branch, start_name()))
 
     def is_requested(self, step: int) -> bool:
-        """Return whether this rank has a request to stop before batch `step`; the other ranks may not have it yet."""
+        """Return whether this rank has a request to stop before batch `step`; the other ranks may not have it yet.
+
+        One rank of each node reads the file.
+        """
         if self._directory is None:
             return False
         if self._has_signal:
             return True
-        record = read_stop(self._directory)
+        record = read_stop(self._directory) if self._reads_file else None
         if record is None:
             return False
         if record.step is None:

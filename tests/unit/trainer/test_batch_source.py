@@ -1,4 +1,10 @@
-"""Splitting a batch into minibatches and micro-batches, equal on every world size (I9)."""
+"""Reading a batch once on each node, and splitting it into micro-batches, equal on every world size (I9)."""
+
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,10 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.configs.trainer import FakeDataConfig
+from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.liveness.heartbeat_monitor import read_heartbeat
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.storage.batch import ROWS_FILE, write_batch
+from prime_rl.storage.paths import RunPaths
 from prime_rl.trainer.micro_batch import PADDING_ROW, assign_rows
-from prime_rl.trainer.parallel.process_group import World
-from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
+from prime_rl.trainer.parallel.process_group import NodeRanks, World
+from prime_rl.trainer.process_setup import StopRequest
+from prime_rl.trainer.rl import batch_source
+from prime_rl.trainer.rl.batch_source import BatchSource, fake_batch, split_batch
+from tests.unit.trainer.world import run_world
 
 CPU = torch.device("cpu")
 
@@ -145,3 +159,88 @@ def test_assign_rows_of_no_or_one_row():
     assert assign_rows([], 3) == [[], [], []]
     assert assign_rows([2.0], 3) == [[0], [PADDING_ROW], [PADDING_ROW]]
     assert assign_rows([8, 7, 6, 5, 4, 3], 2) == [[1, 2, 4], [0, 3, 5]]
+
+
+# One rank of each node waits and reads
+
+
+LATE, DAMAGED, DAMAGED_ON_ONE_NODE, OTHER_LEVEL, MISSING, UNPUBLISHED, STOPPED = range(1, 8)
+"""Batches; batch 0 is good."""
+
+
+def ship(paths, step):
+    fields = {"branch": 0, "step": step, "async_level": 3 if step == OTHER_LEVEL else 2}
+    write_batch(paths.rollouts(step), make(step), fields)
+    if step == DAMAGED:
+        with (paths.rollouts(step) / ROWS_FILE).open("r+b") as rows:
+            rows.seek(-1, os.SEEK_END)
+            rows.write(b"?")
+
+
+def sums_of(batch):
+    return [float(array.astype(float).sum()) for array in batch.arrays.values()]
+
+
+def read_together(world, root):
+    """Return what this rank, one of two on its node, gets of each batch, how often it reads, and its heartbeats."""
+    os.environ |= {"LOCAL_RANK": str(world.rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    paths, is_last, read_batch = RunPaths(Path(root)), world.rank == world.size - 1, batch_source.read_batch
+    reads, answers = Counter(), {}
+
+    def read(path, step):
+        reads[step] += 1
+        if step == DAMAGED_ON_ONE_NODE and world.rank:
+            raise RunError("damaged here")
+        return read_batch(path, step)
+
+    def check():
+        if is_last and step == UNPUBLISHED:
+            raise RunError("not published")
+
+    batch_source.read_batch = read
+    node, name = NodeRanks(world), f"trainer_{world.rank}"
+    with (
+        StopRequest(paths.checkpoints_dir, 0, world) as stop,
+        HeartbeatWriter(paths, name, "trainer", interval_seconds=0.1) as heartbeat,
+    ):
+        for step in range(STOPPED + 1):
+            if is_last and step == STOPPED:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            elif world.is_main and step == LATE:
+                threading.Timer(0.5, ship, (paths, step)).start()
+            seconds = 1.5 if step in (MISSING, UNPUBLISHED) else 100
+            config = TrainerConfig(output_dir=root, wait_timeout_seconds=seconds)
+            source = BatchSource(config, paths, 0, check, heartbeat, stop=stop, world=world, node=node)
+            try:
+                batch = source.read(step)
+                answers[step] = batch and sums_of(batch)
+            except (ConfigError, RunError) as error:
+                answers[step] = f"{type(error).__name__}: {error}"
+        return {"answers": answers, "reads": reads, "beats": read_heartbeat(paths.heartbeat(name)).beat}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_read_on_two_ranks_per_node_reads_once_per_node_and_ends_alike(tmp_path, size):
+    paths = RunPaths(tmp_path / "run")
+    for step in (there := (0, DAMAGED, DAMAGED_ON_ONE_NODE, OTHER_LEVEL)):
+        ship(paths, step)
+    ranks = run_world(size, read_together, str(paths.root), tmp_path)
+    reads = {str(step): 1 for step in (*there, LATE)}
+    assert [rank["reads"] for rank in ranks] == [reads, {}] * (size // 2)
+    assert min(rank["beats"] for rank in ranks) > 10, "every rank has a heartbeat while it waits"
+    answers = [rank["answers"] for rank in ranks]
+    assert answers[::2] == answers[1::2], "the ranks of a node end alike"
+    first, last = ({int(step): answer for step, answer in answers[rank].items()} for rank in (0, -1))
+    assert [first[step] for step in (0, LATE)] == [sums_of(make(step)) for step in (0, LATE)]
+    assert f"the hash of {paths.rollouts(DAMAGED) / ROWS_FILE} differs" in first[DAMAGED]
+    assert first[OTHER_LEVEL].startswith("ConfigError: async_level = 2 here and 3 at the orchestrator")
+    assert first[MISSING].startswith(f"DeadlineError: waited 2 s for {paths.rollouts(MISSING)}")
+    assert last[UNPUBLISHED] == "RunError: not published"
+    assert first[STOPPED] is None
+    if size == 2:
+        assert first == last
+    else:  # the second node's rows are damaged, or a version is not published; torchrun ends the first one then
+        different = {DAMAGED_ON_ONE_NODE, UNPUBLISHED}
+        assert {step for step in first if first[step] != last[step]} == different
+        failed = f"RunError: reading {paths.rollouts(DAMAGED_ON_ONE_NODE)} failed on another rank"
+        assert first[DAMAGED_ON_ONE_NODE].startswith(failed) and last[DAMAGED_ON_ONE_NODE] == "RunError: damaged here"

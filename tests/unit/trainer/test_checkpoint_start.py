@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl.configs.checkpoint import CkptConfig
-from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.liveness import heartbeat_writer
@@ -20,7 +20,7 @@ from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
 from prime_rl.storage.wait_for import DeadlineError
 from prime_rl.trainer.checkpoints.resume_point import ResumeDecision, ResumePoint
-from prime_rl.trainer.rl.batch_source import BatchSource
+from prime_rl.trainer.rl.batch_source import BatchSource, fake_batch
 from prime_rl.trainer.rl.trained_run import TrainedRun
 
 VARIABLES = (RESTART_VARIABLE, START_VARIABLE, SUPERVISED, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
@@ -268,18 +268,20 @@ def test_read_ignores_batches_of_other_branches(paths, monkeypatch):
     """An orchestrator that has not seen the rewind yet wrote it; its own takes its place later."""
     config = TrainerConfig(output_dir=paths.root, wait_timeout_seconds=0.1)
     heartbeat = SimpleNamespace(enter=lambda *_, **__: None)
-    read = []
+    read, shipped = [], fake_batch(FakeDataConfig(), 9, row_length=64, seed=0, step=4)
 
     def read_batch(path, step):
         read.append(json.loads((path / "manifest.json").read_text())["branch"])
-        return "batch", {"async_level": config.async_level}
+        return shipped, {"async_level": config.async_level}
 
     monkeypatch.setattr("prime_rl.trainer.rl.batch_source.read_batch", read_batch)
     ship(paths, [4], branch=1)
     with pytest.raises(DeadlineError, match="step_4"):
         BatchSource(config, paths, 0, lambda: None, heartbeat, branch=2).read(4)
-    assert BatchSource(config, paths, 0, lambda: None, heartbeat).read(4) == "batch", "a trainer alone takes any"
+    assert BatchSource(config, paths, 0, lambda: None, heartbeat).read(4).tokens is shipped.tokens, (
+        "a trainer alone takes any"
+    )
     shutil.rmtree(paths.rollouts(4))
     ship(paths, [4], branch=2)
-    assert BatchSource(config, paths, 0, lambda: None, heartbeat, branch=2).read(4) == "batch"
+    assert BatchSource(config, paths, 0, lambda: None, heartbeat, branch=2).read(4).tokens is shipped.tokens
     assert read == [1, 2]

@@ -26,6 +26,7 @@ from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.wait_for import wait_for, wait_until
 from prime_rl.trainer.adapter_engine import run_jobs
 from prime_rl.trainer.model.policy_model import load_tokenizer
+from prime_rl.trainer.parallel.process_group import NodeRanks
 from prime_rl.trainer.rl import trained_run
 from prime_rl.trainer.rl.batch_source import fake_batch
 from prime_rl.trainer.rl.multi_run import ActiveRun, take_turns
@@ -335,7 +336,7 @@ def test_run_that_cannot_join_leaves_no_process_group(open_run, tmp_path, monkey
 
 def test_each_row_of_all_minibatches_is_trained_once(open_run, world):
     run = open_run()
-    run.read()
+    run.read(NodeRanks(world))
     with run.active():
         run.begin()
     left, num_jobs = [len(rows) for rows, _ in run._minibatches], 0

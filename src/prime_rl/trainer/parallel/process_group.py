@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_rl.configs.training.model import TrainerModelConfig
@@ -25,6 +27,7 @@ from prime_rl.trainer.parallel.device_mesh import Layout
 
 Device = Literal["auto", "cpu", "cuda"]
 Value = TypeVar("Value")
+Arrays = dict[str, NDArray[Any]]
 
 _EXIT_CODES: dict[type[BaseException], int] = {ConfigError: 2, KeyboardInterrupt: 130}  # those of run_main
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -93,6 +96,20 @@ class World:
             groups.callback(dist.destroy_process_group, group)
         return group
 
+    def run_on_all(self, work: Callable[[], Value], what: str) -> Value:
+        """Do `work` on every rank and return this rank's result. All ranks raise if it fails on one (I7).
+
+        Raises:
+            ConfigError, RunError: as `work`, or that it failed on another rank.
+        """
+        results, error = list[Value](), None
+        try:
+            results.append(work())
+        except (ConfigError, RunError) as caught:
+            error = caught
+        self.raise_on_all_ranks(error, what)
+        return results[0]
+
     def raise_on_all_ranks(self, error: Exception | None, what: str) -> None:
         """Raise `error`, and RunError on the other ranks, so that no rank waits in the next collective (I7)."""
         failed = self.sum(torch.tensor(float(error is not None), device=self.device))
@@ -102,6 +119,10 @@ class World:
             raise RunError(f"{what} failed on another rank; see the log of that rank")
 
 
+ALONE = World(0, 1, torch.device("cpu"))
+"""One rank without a process group, for work that needs no collective."""
+
+
 class RankConsensus:
     """Runs work with the same result on every rank: an error of one rank is raised on all of them (I7).
 
@@ -109,7 +130,10 @@ class RankConsensus:
     """
 
     def __init__(self, world: World, group: dist.ProcessGroup | None = None) -> None:
-        """Communicate over `group`, None is the default one; nothing else may use it at the same time."""
+        """Communicate over `group`, None is the default one; nothing else may use it at the same time.
+
+        A world of one rank communicates with nothing.
+        """
         self._world, self._group = world, group
 
     def gather(self, work: Callable[[], Value]) -> list[Value]:
@@ -123,8 +147,9 @@ class RankConsensus:
             value = work()
         except (ConfigError, RunError, OSError) as caught:
             error = RunError(summarize_os_error(caught)) if isinstance(caught, OSError) else caught
-        answers: list[Any] = [None] * self._world.size
-        dist.all_gather_object(answers, (value, error), group=self._group)
+        answers: list[Any] = [(value, error)] * self._world.size
+        if self._world.size > 1:
+            dist.all_gather_object(answers, (value, error), group=self._group)
         first = next((error for _, error in answers if error is not None), None)
         if first is not None:
             raise first
@@ -133,6 +158,45 @@ class RankConsensus:
     def on_main(self, work: Callable[[], Value]) -> Value:
         """Do `work` on rank 0 alone; return its result, or raise its error, on every rank."""
         return self.gather(lambda: work() if self._world.is_main else None)[0]  # type: ignore[return-value]
+
+
+class NodeRanks(RankConsensus):
+    """The ranks of one node. The first one, with LOCAL_RANK 0, reads files for all of them and is the main rank.
+
+    Attributes:
+        is_first: whether this rank is the one that reads.
+        is_everyone: whether these are all ranks of the trainer.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Create the node's group if it has several ranks. All ranks call it together, before groups of some ranks."""
+        places = os.environ if world.size > 1 else {}
+        local_rank, size = int(places.get("LOCAL_RANK", 0)), int(places.get("LOCAL_WORLD_SIZE", 1))
+        ranks = [world.rank - local_rank + one for one in range(size)]
+        timeout = timedelta(seconds=world.timeout_seconds)
+        group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True) if size > 1 else None
+        super().__init__(replace(world, rank=local_rank, size=size), group)
+        self._first = ranks[0]
+        self.is_first, self.is_everyone = self._world.is_main, size == world.size
+
+    def share(self, read: Callable[[], tuple[Arrays, Value]]) -> tuple[Arrays, Value]:
+        """Call `read` on the first rank; return its arrays and its other, small result on all ranks of the node.
+
+        Raises ConfigError or RunError on all of them, as `gather`.
+        """
+        arrays: Arrays = {}
+
+        def describe() -> tuple[list[tuple[str, str, tuple[int, ...]]], Value]:
+            found, result = read()
+            arrays.update(found)
+            return [(name, array.dtype.str, array.shape) for name, array in found.items()], result
+
+        layout, result = self.on_main(describe)
+        for name, dtype, shape in layout if self._world.size > 1 else ():
+            if not self.is_first:
+                arrays[name] = np.empty(shape, dtype)
+            dist.broadcast(torch.from_numpy(arrays[name]), self._first, self._group)
+        return arrays, result
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Reading the batch of a step, and dividing it into this rank's micro-batches."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from prime_rl.storage.artifact import retry_until_complete, visibility_timeout
 from prime_rl.storage.batch import OPTIONAL_ARRAYS, Batch, read_batch
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import branch_of_batch
-from prime_rl.storage.wait_for import DeadlineError, wait_until
+from prime_rl.storage.wait_for import DeadlineError, wait_in_turns
 from prime_rl.trainer.micro_batch import PADDING_ROW, MicroBatch, assign_rows, make_micro_batch, masked_row
-from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.parallel.process_group import ALONE, Arrays, NodeRanks, World
 from prime_rl.trainer.process_setup import StopRequest
 from prime_rl.trainer.train_step import Counts, Minibatch
 
@@ -28,7 +28,8 @@ from prime_rl.trainer.train_step import Counts, Minibatch
 class BatchSource:
     """Waits for the orchestrator's batches in the run directory; with `data.fake` draws random batches instead.
 
-    Every rank waits and reads by itself.
+    The first rank of each node waits and reads for the others, which take part in a collective at least four times a
+    second. So an error or a stop request of one rank ends the wait of all ranks of the node (I7).
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class BatchSource:
         branch: int | None = None,
         check_first: Callable[[Mapping[str, Any]], None] = lambda _: None,
         stop: StopRequest | None = None,
+        world: World = ALONE,
+        node: NodeRanks | None = None,
     ) -> None:
         """Read nothing yet.
 
@@ -52,20 +55,22 @@ class BatchSource:
                 that has not noticed it may still write batches of the old branch, which it archives later.
             check_first: called with the manifest of batch 0.
             stop: ends a wait.
+            world: all ranks.
+            node: the ranks of this node; None is this rank alone.
         """
         self._config, self._paths, self._vocabulary, self._branch = config, paths, vocabulary, branch
         self._check_publisher, self._heartbeat, self._check_first = check_publisher, heartbeat, check_first
-        self._stop = stop
+        self._stop, self._world, self._node = stop, world, node or NodeRanks(ALONE)
         self._orchestrator = _orchestrator_monitor(config, paths)
         self._monitors_peer = _monitors_peer()
 
     def read(self, step: int) -> Batch | None:
-        """Return batch `step`, waiting until it exists; None if the trainer stops before it.
+        """Return batch `step`, waiting until it exists; None if the trainer stops before it. All ranks call it.
 
         Raises:
             ConfigError: the orchestrator uses another `async_level`.
             DeadlineError: the batch did not appear in time.
-            RunError: the orchestrator died, or publishing failed.
+            RunError: the orchestrator died, publishing failed, or the batch is damaged, perhaps on another node.
         """
         config = self._config
         path = self._paths.rollouts(step)
@@ -75,7 +80,8 @@ class BatchSource:
             return None
         if config.data.fake is not None:
             return fake_batch(config.data.fake, self._vocabulary, config.model.seq_len, config.seed, step)
-        batch, manifest = load_batch(config, step, self._check_publisher)
+        load = partial(load_batch, config, step, self._node, self._check_publisher)
+        batch, manifest = load() if self._node.is_everyone else self._world.run_on_all(load, f"reading {path}")
         if step == 0:
             self._check_first(manifest)
         return batch
@@ -83,6 +89,18 @@ class BatchSource:
     def _wait(self, path: Path, step: int) -> None:
         timeout_seconds = self._config.wait_timeout_seconds
         self._heartbeat.enter(f"wait for batch {step}", timeout_seconds, "orchestrator", step=step)
+        turns = self._turns(path, step, timeout_seconds) if self._node.is_first else self._turns_of_others(step)
+        while not any(self._node.gather(partial(next, turns))):
+            pass
+
+    def _turns_of_others(self, step: int) -> Iterator[bool]:
+        """Yield whether this rank has a request to stop, of which the first rank of the node may not know."""
+        while True:
+            self._check_publisher()
+            yield self._stop is not None and self._stop.is_requested(step)
+
+    def _turns(self, path: Path, step: int, timeout_seconds: float) -> Iterator[bool]:
+        """Yield at least four times a second whether the batch exists, or the trainer is to stop before it."""
         if self._monitors_peer:
             self._orchestrator.compare()  # also if the batch exists already
         what = f"{path}, which the orchestrator{self._paths.log_hint('orchestrator')} should have written"
@@ -93,9 +111,11 @@ class BatchSource:
             return path.exists() and self._branch in (None, branch_of_batch(path))
 
         try:
-            wait_until(path.parent, is_over, timeout_seconds, what, self._check)
+            for _ in wait_in_turns(path.parent, is_over, timeout_seconds, what, self._check):
+                yield False
         except DeadlineError as error:
             raise DeadlineError(f"{error}; {self._orchestrator.describe()}") from None
+        yield True
 
     def _check(self) -> None:
         self._check_publisher()
@@ -104,12 +124,23 @@ class BatchSource:
 
 
 def load_batch(
-    config: TrainerConfig, step: int, check: Callable[[], None] = lambda: None
+    config: TrainerConfig, step: int, node: NodeRanks, check: Callable[[], None] = lambda: None
 ) -> tuple[Batch, dict[str, Any]]:
-    """Read batch `step`, which exists, and its manifest; `check` is called while its files are incomplete.
+    """Return batch `step`, which exists, and its manifest, on all ranks of a node; its first rank reads them.
 
-    Raises ConfigError if the orchestrator uses another `async_level`, and RunError if the batch is damaged.
+    `check` is called while the files are incomplete. All ranks of the node raise ConfigError if the orchestrator uses
+    another `async_level`, and RunError if the batch is damaged.
     """
+
+    def read() -> tuple[Arrays, dict[str, Any]]:
+        batch, manifest = _read_batch(config, step, check)
+        return batch.arrays, manifest
+
+    arrays, manifest = node.share(read)
+    return Batch(**arrays), manifest
+
+
+def _read_batch(config: TrainerConfig, step: int, check: Callable[[], None]) -> tuple[Batch, dict[str, Any]]:
     paths = config.run_paths
     path = paths.rollouts(step)
     visible_seconds = visibility_timeout(path, paths.fs_consistency_timeout_seconds)

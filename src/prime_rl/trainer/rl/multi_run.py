@@ -34,7 +34,7 @@ from prime_rl.trainer.micro_batch import MicroBatch, masked_row
 from prime_rl.trainer.model.lora import Adapter, adapted_layers
 from prime_rl.trainer.model.policy_model import PolicyModel, load_tokenizer
 from prime_rl.trainer.packing_check import check_packing
-from prime_rl.trainer.parallel.process_group import RankConsensus, collect_groups, join_world
+from prime_rl.trainer.parallel.process_group import NodeRanks, RankConsensus, collect_groups, join_world
 from prime_rl.trainer.process_setup import GarbageCollection, StopRequest, check_rank_settings
 from prime_rl.trainer.rl.batch_source import load_batch, make_row, split_rows
 from prime_rl.trainer.rl.runs import Changes, Runs
@@ -151,9 +151,12 @@ class ActiveRun:
         path, branch = self.config.run_paths.rollouts(self.step), self.checkpoints.required_branch
         return path.exists() and branch in (None, branch_of_batch(path))
 
-    def read(self) -> None:
-        """Read the next batch and check it. Raises ConfigError or RunError if it cannot be trained on."""
-        batch, self._manifest = load_batch(self.config, self.step)
+    def read(self, node: NodeRanks) -> None:
+        """Get the next batch, which the first rank of the node reads, and check it. All ranks of the node call it.
+
+        Raises ConfigError or RunError if it cannot be trained on.
+        """
+        batch, self._manifest = load_batch(self.config, self.step, node)
         trained, longest = batch.loss_mask != 0, self.config.model.seq_len
         if not len(batch.tokens):
             raise RunError(f"batch {self.step} is empty")
@@ -297,7 +300,7 @@ class MultiRunTrainer:
         """Begin without runs; `stop` stops them all."""
         self._config, self._shared, self._heartbeat, self._stop = config, shared, heartbeat, stop
         self._policy, self._world = shared.policy, shared.world
-        self._ranks = RankConsensus(shared.world)
+        self._ranks, self._node = RankConsensus(shared.world), NodeRanks(shared.world)
         self._active: dict[int, ActiveRun] = {}
         self._runs = Runs(config) if shared.world.is_main else None
         self._totals = Monitor(config.run_paths, "trainer", (), config) if shared.world.is_main else None
@@ -426,7 +429,7 @@ class MultiRunTrainer:
         """Read a run's next batch on all ranks, and begin its step."""
         self._heartbeat.enter(f"read batch {run.step}", self._config.dist_timeout_seconds)
         try:
-            self._ranks.gather(run.read)
+            self._ranks.gather(partial(run.read, self._node))
             with run.active():
                 run.begin()
         except (ConfigError, RunError) as error:

@@ -42,7 +42,7 @@ from prime_rl.monitors.bench_report import report_benchmark
 from prime_rl.storage.artifact import remove_artifact
 from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.packing_check import check_packing
-from prime_rl.trainer.parallel.process_group import join_world
+from prime_rl.trainer.parallel.process_group import NodeRanks, join_world
 from prime_rl.trainer.process_setup import (
     GarbageCollection,
     check_rank_settings,
@@ -85,6 +85,7 @@ def train(config: TrainerConfig, heartbeat: HeartbeatWriter) -> bool:
         join_nodes(paths, world, heartbeat, config.heartbeat.limits, config.nodes_share_directory) as directory,
     ):
         check_rank_settings(config, world)
+        node = NodeRanks(world)
         compare_with_orchestrator(config)
         heartbeat.enter("load the model")
         exporter, checkpoints = make_checkpoints(config, world)
@@ -96,7 +97,7 @@ def train(config: TrainerConfig, heartbeat: HeartbeatWriter) -> bool:
         run = TrainedRun(config, shared, heartbeat, exporter, checkpoints)
         batches = BatchSource(
             config, paths, policy.vocabulary, run.publisher.check, heartbeat, checkpoints.required_branch,
-            partial(check_version_0, config, policy, world), checkpoints.stop_request,
+            partial(check_version_0, config, policy, world), checkpoints.stop_request, world, node,
         )  # fmt: skip
 
         heartbeat.enter("restore")

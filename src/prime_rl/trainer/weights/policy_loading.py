@@ -14,7 +14,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TypeVar
 
 import torch
 import xxhash
@@ -33,8 +32,6 @@ from prime_rl.trainer.parallel.device_mesh import fill_tensor
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.weights.hf_weights import HFWeights
 
-T = TypeVar("T")
-
 
 def make_policy(
     config: TrainerModelConfig, seed: int, world: World, frozen: bool = False, shared: bool = False
@@ -49,7 +46,7 @@ def make_policy(
         ConfigError: the model is missing, or cannot be trained as configured.
         RunError: loading failed on another rank.
     """
-    policy, weights = _run_on_all_ranks(world, lambda: _build_policy(config, seed, world.device))
+    policy, weights = world.run_on_all(lambda: _build_policy(config, seed, world.device), "loading the model")
     if frozen:
         freeze(policy, compute_dtype(config.dtype, world.device))
     if config.lora is not None:
@@ -58,7 +55,7 @@ def make_policy(
     weights.update_names(policy.causal_lm)
     shard_policy(policy, config, world)
     home = torch.device("cpu") if config.fsdp_cpu_offload else world.device
-    _run_on_all_ranks(world, lambda: weights.fill(policy, policy.causal_lm, world.device, home))
+    world.run_on_all(lambda: weights.fill(policy, policy.causal_lm, world.device, home), "loading the model")
     return policy
 
 
@@ -74,17 +71,6 @@ def _build_policy(config: TrainerModelConfig, seed: int, device: torch.device) -
     policy = build_policy(config)
     fuse_kernels(policy.causal_lm, config, device)
     return policy, InitialWeights(policy.causal_lm, config, seed)
-
-
-def _run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
-    """Run `action`; if it fails on one rank, raise on every rank (I7)."""
-    results, error = list[T](), None
-    try:
-        results.append(action())
-    except ConfigError as caught:
-        error = caught
-    world.raise_on_all_ranks(error, "loading the model")
-    return results[0]
 
 
 def fuse_kernels(causal_lm: PreTrainedModel, config: TrainerModelConfig, device: torch.device) -> None:
