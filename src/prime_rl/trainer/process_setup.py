@@ -136,13 +136,14 @@ class StopRequest:
 
     Attributes:
         is_agreed: whether all ranks have agreed to stop.
+        has_signal: whether this rank has received SIGTERM.
     """
 
     def __init__(self, directory: Path | None, branch: int, world: World) -> None:
         """Watch for requests in the folder of the checkpoints; None never stops."""
         self.is_agreed = False
         self._directory, self._branch, self._world = directory, branch, world
-        self._has_signal = False
+        self.has_signal = False
         self._reads_file = not int(os.environ.get("LOCAL_RANK", 0))
         self._handles = directory is not None and not is_supervised()
 
@@ -177,7 +178,7 @@ class StopRequest:
         """
         if self._directory is None:
             return False
-        if self._has_signal:
+        if self.has_signal:
             return True
         record = read_stop(self._directory) if self._reads_file else None
         if record is None:
@@ -204,7 +205,7 @@ class StopRequest:
         return agreed
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._has_signal = True
+        self.has_signal = True
 
 
 def exit_if_stopped(stopped: bool) -> None:

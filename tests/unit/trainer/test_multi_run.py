@@ -142,9 +142,9 @@ def training(root, model, ranks=1, *more):
             raise
 
 
-def trainer_of(root):
+def trainer_of(root, rank=0):
     """Return the process id of the trainer."""
-    return json.loads(RunPaths(root).heartbeat("trainer_0").read_text())["pid"]
+    return json.loads(RunPaths(root).heartbeat(f"trainer_{rank}").read_text())["pid"]
 
 
 def phase_of(paths, name="trainer_0"):
@@ -212,15 +212,15 @@ def test_slot_of_a_run_that_ends_goes_to_the_one_that_waits_longest(tiny, tmp_pa
 @pytest.mark.extended
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_stopped_runs_resume_as_if_not_stopped(alone, tiny, tmp_path, ranks):
-    """A checkpoint of each run, then SIGTERM; a later trainer, with other ranks, resumes them."""
-    names = ("run_alpha", "run_beta")
-    with ExitStack() as stack, training(tmp_path, tiny) as trainer:
+    """A checkpoint of each run, then SIGTERM at one rank; a later trainer, with other ranks, resumes them."""
+    names, earlier = ("run_alpha", "run_beta"), 3 - ranks
+    with ExitStack() as stack, training(tmp_path, tiny, earlier) as trainer:
         paths = [announce(stack, tmp_path, name, tiny, ckpt={"interval": STEPS - 1}) for name in names]
         for run in paths:  # the last batch is not there yet
             run.rollouts(STEPS - 1).rename(run.root / "later")
         for run in paths:
             await_phase(run, f"wait for batch {STEPS - 1}")
-        os.kill(trainer_of(tmp_path), signal.SIGTERM)
+        os.kill(trainer_of(tmp_path, earlier - 1), signal.SIGTERM)
         code, error = trainer.result()
     assert code == 128 + signal.SIGTERM, error
     with ExitStack() as stack:

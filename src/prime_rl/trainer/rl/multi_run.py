@@ -304,6 +304,7 @@ class MultiRunTrainer:
         self._active: dict[int, ActiveRun] = {}
         self._runs = Runs(config) if shared.world.is_main else None
         self._totals = Monitor(config.run_paths, "trainer", (), config) if shared.world.is_main else None
+        self._is_stopping = False  # on request of any rank
         self._served = -1  # the run that was served last
         self._looked, self._idle_since = float("-inf"), time.monotonic()
 
@@ -343,9 +344,12 @@ class MultiRunTrainer:
         for run in self._active.values():
             run.check()
         mine = {idx: run.error for idx, run in self._active.items() if run.error}
-        answers = self._ranks.gather(lambda: (mine, self._plan() if self._runs is not None else None))
-        errors = {idx: error for found, _ in reversed(answers) for idx, error in found.items()}
-        plan = answers[0][1]
+        answers = self._ranks.gather(
+            lambda: (mine, self._stop.has_signal, self._plan() if self._runs is not None else None)
+        )
+        errors = {idx: error for found, *_ in reversed(answers) for idx, error in found.items()}
+        self._is_stopping = any(asked for _, asked, _ in answers)
+        plan = answers[0][2]
         assert plan is not None
         return errors, plan
 
@@ -354,7 +358,7 @@ class MultiRunTrainer:
         assert self._runs is not None
         deadline = time.monotonic() + _DISCOVER_SECONDS
         while True:
-            changes, is_stopping = Changes(), self._stop.is_requested(0)
+            changes, is_stopping = Changes(), self._is_stopping or self._stop.is_requested(0)
             if looks := not is_stopping and time.monotonic() - self._looked >= _DISCOVER_SECONDS:
                 changes = self._runs.discover(self._has_work)
                 self._looked = time.monotonic()
