@@ -33,6 +33,7 @@ from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
 from prime_rl.storage.tensor_hashes import hash_tensors
 from prime_rl.storage.wait_for import DeadlineError, start_daemon_future
 from prime_rl.trainer import process_setup
+from prime_rl.trainer.checkpoints import trainer_state
 from prime_rl.trainer.checkpoints.checkpointer import Checkpointer, changed_settings, check_settings
 from prime_rl.trainer.checkpoints.trainer_state import TensorReader, restore_rng, rng_tensors, seed_rng
 from prime_rl.trainer.optim.optimizers import build_optimizer
@@ -323,9 +324,15 @@ def test_saves_are_planned_once_until_the_state_changes(tiny, tmp_path, world, m
         for checkpoints in (first, other):
             checkpoints.step_done(progress, last=False)
         assert len(plans) == num_plans
+    for checkpoints in (first, other):
+        checkpoints.close()
+        assert checkpoints._cache_key not in DefaultSavePlanner._cached_all_plans, "of runs that ended"
+    reads, load = [], trainer_state._Unpickler.load
+    monkeypatch.setattr(trainer_state._Unpickler, "load", lambda unpickler: reads.append(1) or load(unpickler))
     for step in (3, 2):
         _, resumed, *_ = restore(world, tiny, tmp_path / "first", resume_step=step)
         assert torch.equal(weights_of(resumed), weights_of(policy)) == (step == 3)
+    assert len(reads) == 2, "a restore reads the metadata once"
 
 
 def test_generators_continue_where_they_were(world):
@@ -344,7 +351,7 @@ def test_generators_continue_where_they_were(world):
 def test_close_with_hanging_disk_raises_at_deadline(tmp_path):
     saver = Checkpointer.__new__(Checkpointer)
     stuck = threading.Event()
-    saver._options, saver._directory = CkptConfig(timeout_seconds=0.1), tmp_path
+    saver._options, saver._directory, saver._cache_key = CkptConfig(timeout_seconds=0.1), tmp_path, ""
     saver._pending = start_daemon_future(stuck.wait, "checkpoint", exit_wait_seconds=0.1)
     with pytest.raises(DeadlineError, match=r"checkpoint to be written to .*\(ckpt\.timeout_seconds\)"):
         saver.close()

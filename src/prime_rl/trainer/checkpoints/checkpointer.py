@@ -67,6 +67,13 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         super().__init__(enable_plan_caching=True)
         self._cached_plans_key = key  # torch's is the name of the class: runs that save in threads would mix plans
 
+    @classmethod
+    def forget(cls, key: str) -> None:
+        """Free the plans of `key`, which torch otherwise keeps until the process ends."""
+        plans = (cls._cached_save_plan, cls._cached_final_save_plan, cls._cached_metadata)
+        for cache in (*plans, cls._cached_all_plans, cls._cached_global_plan):
+            cache.pop(key, None)
+
 
 class Checkpointer:
     """Saves and resumes one trainer. A benchmark does neither; without a `ckpt` block a restart starts at step 0."""
@@ -179,8 +186,8 @@ class Checkpointer:
         for line in changes if self._world.is_main else ():
             logger.warning(f"settings changed since the checkpoint; results will not be bit-identical: {line}")
         changed = [line for line in changes if line.startswith("model")]
-        load_model_and_optimizer(part, policy, loaded, self._group, f"; {changed[0]}" if changed else "")
-        self._restore_generators(part, manifest)
+        hint = f"; {changed[0]}" if changed else ""
+        self._restore_generators(load_model_and_optimizer(part, policy, loaded, self._group, hint), manifest)
         if stream is not None and not options.skip_dataloader:
             self._ranks.gather(lambda: stream.restore(manifest["data"]))
         step = self._start.step
@@ -255,6 +262,7 @@ class Checkpointer:
         """Wait for a save in the background. Raises RunError if it failed, DeadlineError after the timeout."""
         if self._options is not None:
             self._wait()
+            _SavePlanner.forget(self._cache_key)
 
     def _save(self, step: int, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
         """Write and commit; errors of the disk and of lost ranks become one line."""
@@ -342,11 +350,10 @@ class Checkpointer:
             raise ArtifactError(f"{part} is of branch {manifest['branch']} and does not belong to {batch.parent}")
         return (files.ORCHESTRATOR,)
 
-    def _restore_generators(self, part: Path, manifest: Mapping[str, Any]) -> None:
+    def _restore_generators(self, reader: TensorReader, manifest: Mapping[str, Any]) -> None:
         """Restore this rank's generators; with another number of ranks they are seeded instead."""
         if manifest["world"] != self._world.size:
             return
-        reader = TensorReader(part)
         tensors = state.empty_rng_tensors(self._world, reader.read_metadata())
         dcp.load(tensors, storage_reader=reader, process_group=self._group)
         state.restore_rng(self._world, tensors)

@@ -165,28 +165,35 @@ def _bytes(text: str) -> Tensor:
 
 
 class TensorReader(FileSystemReader):
-    """Reads checkpoints that contain only tensors.
+    """Reads checkpoints that contain only tensors; the metadata, which grows with the number of ranks, only once.
 
     The metadata file is a pickle, and unpickling calls everything that a pickle names. The unpickler therefore accepts
     only the classes of checkpoint metadata.
     """
 
+    _metadata: Metadata | None = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata file.
+        """Return the contents of the metadata file.
 
         Raises:
             RunError: it is damaged, or contains more than tensors.
         """
-        file = Path(self.path) / ".metadata"
-        try:
-            with file.open("rb") as content:
-                metadata = _Unpickler(content).load()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError, TypeError, IndexError) as error:
-            raise RunError(f"{file} cannot be read: {error}") from None
-        if not isinstance(metadata, Metadata):
-            raise RunError(f"{file} is not the metadata of a checkpoint")
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        if self._metadata is None:
+            self._metadata = _read_metadata(Path(self.path) / ".metadata")
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+def _read_metadata(file: Path) -> Metadata:
+    try:
+        with file.open("rb") as content:
+            metadata = _Unpickler(content).load()
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError, TypeError, IndexError) as error:
+        raise RunError(f"{file} cannot be read: {error}") from None
+    if not isinstance(metadata, Metadata):
+        raise RunError(f"{file} is not the metadata of a checkpoint")
+    return metadata
 
 
 class _Unpickler(pickle.Unpickler):
@@ -208,8 +215,10 @@ def _memory_format(enumeration: Any, name: Any) -> Any:
 
 def load_model_and_optimizer(
     part: Path, policy: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup | None = None, hint: str = ""
-) -> None:
+) -> TensorReader:
     """Load a policy, and its optimizer unless None, from the trainer's part of a checkpoint, in place.
+
+    Returns the reader, for other tensors of the part.
 
     Raises:
         ConfigError: the checkpoint is of another model; `hint` is appended to the message.
@@ -226,6 +235,7 @@ def load_model_and_optimizer(
         raise RunError(f"cannot load {part}: {summarize_dcp_error(error)}") from error
     if optimizer is not None:
         restore_optimizer(policy, optimizer, moments)
+    return reader
 
 
 def summarize_dcp_error(error: BaseException) -> str:
