@@ -156,6 +156,7 @@ class Group:
         top_k: number of most likely tokens that the sampler kept; 0 keeps all.
         top_p: probability mass of the most likely tokens that it kept; 1 keeps all.
         min_p: smallest probability, relative to the most likely token, that it kept; 0 keeps all.
+        server: URL of the inference server that sampled it; "" if an earlier release wrote the group.
     """
 
     group_id: int
@@ -166,6 +167,7 @@ class Group:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    server: str = ""
 
     @property
     def rewards(self) -> NDArray[np.float64]:

@@ -70,9 +70,13 @@ def _failures(batches: Sequence[Row], warnings: Sequence[Row]) -> Iterator[str]:
 def _disagreement(trainer: Sequence[Row]) -> Iterator[str]:
     disagreement = _values(trainer, "mismatch_kl/on_policy")[-_RECENT:]
     if disagreement and mean(disagreement) > _DISAGREEMENT_NATS:
+        names = {name for row in trainer[-_RECENT:] for name in row if name.startswith("mismatch_kl/on_policy/")}
+        means = {name: mean(values) for name in sorted(names) if (values := _values(trainer, name)[-_RECENT:])}
+        largest = max(means, key=means.__getitem__, default="")
+        largest = largest and f" (largest: {largest}, {means[largest]:.3g})"
         yield (
-            f"trainer and sampler disagree: mismatch_kl/on_policy is {mean(disagreement):.3g} nats, and 0 is expected; "
-            "compare model.dtype and quantization of both"
+            f"trainer and sampler disagree: mismatch_kl/on_policy is {mean(disagreement):.3g} nats{largest}, and 0 is "
+            "expected; compare model.dtype and quantization of both"
         )
 
 

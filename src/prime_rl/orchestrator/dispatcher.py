@@ -401,7 +401,7 @@ class Dispatcher:
             on_error.pop_all()
         group = Group(
             draw.group_id, tuple(rollouts), pool.name, draw.example, sampling.temperature,
-            top_k=max(0, sampling.top_k), top_p=sampling.top_p, min_p=sampling.min_p,
+            top_k=max(0, sampling.top_k), top_p=sampling.top_p, min_p=sampling.min_p, server=server.client.url,
         )  # fmt: skip
         self._counters.arrived(group)
         self.history.add(group.env, group.example, seconds)

@@ -57,7 +57,14 @@ from prime_rl.orchestrator.resume import (
     resume_directory,
     write_checkpoint_part,
 )
-from prime_rl.orchestrator.run_reports import RunCounters, RunWarnings, SampleFiles, batch_metrics, rollout_times
+from prime_rl.orchestrator.run_reports import (
+    RunCounters,
+    RunWarnings,
+    SampleFiles,
+    batch_metrics,
+    group_sources,
+    rollout_times,
+)
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
 from prime_rl.orchestrator.waits import INFERENCE, TRAINER, ProgressWatchdog, pause
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
@@ -355,6 +362,7 @@ class OrchestratorLoop:
             )
         fields: dict[str, Any] = {"branch": branch, "step": step, "async_level": config.async_level}
         fields |= {"base_canaries": list(canaries)} if canaries else {}
+        fields |= {"sources": sources} if (sources := group_sources(groups)) else {}
         progress = replace(self._progress)
         progress.count_batch(batch)
         fields["progress"] = asdict(progress)

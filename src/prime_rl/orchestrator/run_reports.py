@@ -125,6 +125,17 @@ def solve_rates(rewards: Sequence[NDArray[np.float64]], pass_threshold: float) -
     }
 
 
+def group_sources(groups: Sequence[Group]) -> dict[str, list[int]]:
+    """Return the group_ids by `env/<env>` and by `server/<host:port>`, each if the groups have several of the kind."""
+    kinds = {"env": [group.env for group in groups], "server": [group.server.split("://")[-1] for group in groups]}
+    return {
+        f"{kind}/{name}": [group.group_id for group, own in zip(groups, names, strict=True) if own == name]
+        for kind, names in kinds.items()
+        if len(set(names)) > 1
+        for name in sorted({*names} - {""})
+    }
+
+
 def environment_metrics(groups: Sequence[Group], advantages: Sequence[NDArray[np.float64]]) -> dict[str, float]:
     """Return the metrics `env/<env>/...` and `reward/<env>/mean` of the groups of a batch."""
     metrics: dict[str, float] = {}

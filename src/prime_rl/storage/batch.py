@@ -63,6 +63,9 @@ class Batch:
         rl_weights, ce_weights, ref_kl_weights: float32 [T], weight of the token in each part of the loss. By default 1
             in the first part for every token of the mask, and 0 in the others.
         ref_logprobs: float32 [T], log-probability of the token under a reference or teacher model.
+
+    From the manifest:
+        sources: group_ids by environment and inference server, if there are several (`group_sources`).
     """
 
     tokens: NDArray[np.int32]
@@ -84,11 +87,12 @@ class Batch:
     ce_weights: NDArray[np.float32] | None = None
     ref_kl_weights: NDArray[np.float32] | None = None
     ref_logprobs: NDArray[np.float32] | None = None
+    sources: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
     @property
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """The arrays that are not None, by name."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in _FIELDS}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -134,7 +138,7 @@ class Batch:
 
 _INTEGERS = {"loss_mask": np.uint8, "row_offsets": np.int64, "sample_group": np.int64}
 _INTEGERS |= dict.fromkeys(("tokens", "versions", "segment_ids", "seq_lens", "sample_rollout", "top_k"), np.int32)
-_FIELDS = {field.name: field for field in dataclasses.fields(Batch)}
+_FIELDS = {field.name: field for field in dataclasses.fields(Batch) if field.name != "sources"}
 TOKEN_ARRAYS = _FIELDS.keys() - {"row_offsets", "row_cost", "seq_lens", "sample_group", "sample_rollout"}
 """Names of the arrays with T entries."""
 OPTIONAL_ARRAYS = tuple(name for name, field in _FIELDS.items() if field.default is None)
@@ -184,7 +188,7 @@ def read_batch(path: Path, step: int | None = None) -> tuple[Batch, dict[str, An
     if content_hash(hash_tensors(path, ROWS_FILE)) != manifest.get("hash"):  # the contents may still be in transfer
         raise IncompleteArtifact(f"the hash of {path / ROWS_FILE} differs from the one in its manifest")
     try:
-        batch = Batch(**load_file(path / ROWS_FILE))
+        batch = Batch(**load_file(path / ROWS_FILE), sources=manifest.get("sources", {}))
         batch.validate()
     except (TypeError, ValueError) as error:
         raise ArtifactError(f"{path / ROWS_FILE} is not a valid batch: {error}") from None

@@ -51,6 +51,11 @@ PROBLEMS = {
     "the reward fell": {"reward/mean": lambda x: 0.8 - 1.5 * abs(x - 0.5)},
     "nats; lower optim.lr (at most 0.0": {"mismatch_kl": lambda x: 5 * x},
     "trainer and sampler disagree": {"mismatch_kl/on_policy": lambda x: 0.5 * x},
+    "(largest: mismatch_kl/on_policy/env/b, 0.": {
+        "mismatch_kl/on_policy": lambda x: 0.5 * x,
+        "mismatch_kl/on_policy/env/b": lambda x: 0.7 * x,
+        "mismatch_kl/on_policy/env/a": lambda x: 0.1 * x,
+    },
     "entropy rose": {"entropy": lambda x: 1 + 3 * x},
     "entropy collapsed": {"entropy": lambda x: math.exp(-8 * x), "reward/mean": lambda x: 0.3},
     "learns nothing": {"batch/zero_advantage_groups": lambda x: math.inf, "reward/mean": lambda x: 0.3},

@@ -69,9 +69,14 @@ async def test_run_any_async_level_keeps_the_staleness_bound(tmp_path, async_lev
             assert engine.requests
             assert (engine.step, engine.holder) == (STEPS, None), "the last version is loaded and the lease given back"
         canaries = [{**canary, "url": one.url}]
+        servers = {engine.url.replace("http://", "server/") for engine in (one, two)}
     check_bound(paths, async_level)
+    assert {name for _, manifest in batches(paths) for name in manifest.get("sources", ())} == servers
     for step, (batch, manifest) in enumerate(batches(paths)):
         assert len(batch.seq_lens) == 6
+        assert sorted(group for ids in batch.sources.values() for group in ids) in ([], manifest["group_ids"]), (
+            "each group has one server"
+        )
         assert manifest.get("base_canaries") == (None if step else canaries), "the trainer compares its base model"
         rows = samples(paths, step)
         rollouts = zip(batch.sample_group.tolist(), batch.sample_rollout.tolist(), strict=True)

@@ -17,6 +17,7 @@ from prime_rl.orchestrator.run_reports import (
     RunCounters,
     RunWarnings,
     batch_metrics,
+    group_sources,
     rollout_times,
     sample_metrics,
     solve_rates,
@@ -58,6 +59,7 @@ def test_batch_metrics_equal_the_formulas():
         "env/o/b/reward/std": 1, "env/o/b/completion_len/mean": 5, "env/o/b/is_truncated/mean": 0.5,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert group_sources(GROUPS) == {"env/a": [0], "env/o/b": [1]} and group_sources(GROUPS[:1]) == {}
     assert "env/o/b/metrics/right" not in metrics
 
 

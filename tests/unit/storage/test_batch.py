@@ -35,8 +35,8 @@ def make_batch(seq_lens=((3, 2), (4,))) -> Batch:
 
 
 def test_batch_round_trip_keeps_every_array(tmp_path):
-    batch = make_batch()
-    write_batch(tmp_path / "step_5", batch, {"branch": 0, "step": 5, "async_level": 2})
+    batch = replace(make_batch(), sources={"env/a": [0, 2], "env/b": [1]})
+    write_batch(tmp_path / "step_5", batch, {"branch": 0, "step": 5, "async_level": 2, "sources": batch.sources})
     save_file({"logprobs": np.zeros(5, np.float32)}, tmp_path / "step_5" / TRAIN_FILE)  # what the trainer adds
     read, manifest = read_batch(tmp_path / "step_5", step=5)
     for field in Batch.__dataclass_fields__:

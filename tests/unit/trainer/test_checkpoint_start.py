@@ -194,10 +194,10 @@ def test_schedule_that_starts_over_ends_with_the_run(paths):
     )
     run._exporter = SimpleNamespace(start_step=lambda step: None)
     run._distributions = SimpleNamespace(record=lambda *arguments: None)
-    run._objective, run._checkpoints = None, SimpleNamespace(schedule_start=4)
+    batch, run._objective, run._checkpoints = SimpleNamespace(sources={}), None, SimpleNamespace(schedule_start=4)
     for step in range(4, 8):
         run.progress = Progress(step)
-        factors.append(run.begin_step(1)[1])
+        factors.append(run.begin_step(batch, 1)[1])
     assert factors == pytest.approx([0.5, 1, 2 / 3, 1 / 3])
 
 

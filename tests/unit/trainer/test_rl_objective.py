@@ -19,7 +19,7 @@ from prime_rl.trainer.losses.loss_functions import build_loss
 from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
-from prime_rl.trainer.rl.rl_objective import build_objective, rl_objective
+from prime_rl.trainer.rl.rl_objective import build_objective, rl_objective, with_source_metrics
 from prime_rl.trainer.train_step import MetricAccumulator, ScoredRow, TrainStep
 from prime_rl.trainer.weights.policy_loading import make_policy
 from tests.support.tiny_model import make_tiny_model
@@ -235,6 +235,24 @@ def test_metrics_of_a_batch_without_policy_gradient_are_over_its_trained_tokens(
     assert means["logprob/mean"][1] == means["mismatch_kl"][1] == means["entropy"][1] == batch.loss_tokens
     assert means["mismatch_kl"][0] > 0
     assert means["importance_ratio/clipped"][1] == 0, "the loss that clips has no tokens"
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_mismatch_by_source_equals_numpy(size):
+    batch = make_batch()
+    versions = np.where(np.arange(len(batch.tokens)) < 100, 0, -1).astype(np.int32)  # the first samples are on policy
+    batch = dataclasses.replace(batch, versions=versions, sources={"env/a": [1, 3, 9], "server/b": [2, 5], "env/c": []})
+    objective = rl_objective(build_loss(config_of(type="aipo")))
+    assert with_source_metrics(objective, dataclasses.replace(batch, sources={})) is objective
+    _, _, means = evaluate(with_source_metrics(objective, batch), batch, size)
+    ends, position = np.cumsum(batch.seq_lens), np.concatenate([np.arange(n) for n in batch.seq_lens])
+    log_r = np.float64(-0.03) * batch.tokens - 0.01 * position - 0.02 - batch.logprobs
+    sample = np.repeat(np.arange(14), batch.seq_lens)
+    for name, groups in batch.sources.items():
+        for prefix, own in (("", groups), ("on_policy/", [group for group in groups if ends[group] <= 100])):
+            values = (np.exp(log_r) - log_r - 1)[np.isin(sample, own) & (batch.loss_mask == 1)]
+            assert means[f"mismatch_kl/{prefix}{name}"] == pytest.approx((values.sum(), len(values)), rel=1e-5)
+    assert 0 < means["mismatch_kl/on_policy/env/a"][1] < means["mismatch_kl/env/a"][1]
 
 
 @pytest.mark.parametrize("streams", [(), ("ref_kl_weights",)])

@@ -180,7 +180,7 @@ class ActiveRun:
             check_version_0(self.config, self._policy, self._world, self._manifest)
         self.heartbeat.enter(f"step {self.step}", step=self.step)
         count = sum(len(micro_batches) for micro_batches, _ in self._minibatches)
-        self.run.train_step.begin(*self.run.begin_step(-(-count // self._world.data_size)))
+        self.run.train_step.begin(*self.run.begin_step(self.batch, -(-count // self._world.data_size)))
         self._name_metrics()
 
     def job(self, count: int) -> Job:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.training.loss import CustomLossConfig, DecoupledPPOLossConfig, KLConfig, LossConfig
 from prime_rl.configs.training.model import DebugModelConfig
 from prime_rl.core.errors import ConfigError, RunError, translate_error
+from prime_rl.storage.batch import Batch
 from prime_rl.trainer.fsdp import reshard_policy
 from prime_rl.trainer.losses.loss_functions import build_loss, cross_entropy, distillation, kl_penalty
 from prime_rl.trainer.losses.loss_inputs import (
@@ -28,6 +30,7 @@ from prime_rl.trainer.losses.loss_inputs import (
     LossInputs,
     LossOutput,
     Normalization,
+    clamped_difference,
     finite,
     log_ratio,
     token_weights,
@@ -155,11 +158,8 @@ def _reference(inputs: LossInputs, needed_by: str) -> Tensor:
 @torch.no_grad()
 def _measure(scored: ScoredRow, inputs: LossInputs, output: LossOutput) -> dict[str, WeightedSum]:
     """Means over tokens; the mismatch only before the first update, while the weights are version n."""
-    # Schulman's k3 estimate of KL(sampler || trainer), r - log r - 1 with r = trainer / sampler. In float64, because
-    # kernels in fp32 differ by about 1e-6, which gives 1e-12.
     mask = scored.row.loss_mask  # of all trained tokens, also those without a policy gradient
-    log_r = log_ratio(replace(inputs, mask=mask)).double()
-    mismatch = torch.expm1(log_r) - log_r
+    log_r, mismatch = _mismatch(scored)
     compared = mask & scored.before_first_update
     on_policy = compared & scored.row.on_policy
     means = {
@@ -179,6 +179,37 @@ def _measure(scored: ScoredRow, inputs: LossInputs, output: LossOutput) -> dict[
         outside = _over(mask & truncation.active, scored.outside_sampling_mask.float())
         means["sampling_mask/outside_trainer_mask"] = outside
     return means
+
+
+def _mismatch(scored: ScoredRow) -> tuple[Tensor, Tensor]:
+    """Return log r, r = trainer / sampler, and Schulman's k3 estimate of KL(sampler || trainer), r - log r - 1 [T].
+
+    In float64, because kernels in fp32 differ by about 1e-6, which gives 1e-12.
+    """
+    row = scored.row
+    log_r = clamped_difference(scored.logprobs.detach(), row.sampler_logprobs, row.loss_mask).double()
+    return log_r, torch.expm1(log_r) - log_r
+
+
+def with_source_metrics(objective: Callable[[ScoredRow], Objective], batch: Batch) -> Callable[[ScoredRow], Objective]:
+    """Return `objective`, which also reports the mismatch by environment and by server if `batch` has several."""
+    if not batch.sources:
+        return objective
+    ends = np.cumsum(batch.seq_lens)
+    members = {name: np.isin(batch.sample_group, groups) for name, groups in batch.sources.items()}
+
+    def measured(scored: ScoredRow) -> Objective:
+        result, row = objective(scored), scored.row
+        samples = None if row.positions is None else np.searchsorted(ends, row.positions, side="right")
+        mismatch, means = _mismatch(scored)[1], dict(result.means)
+        for name, member in members.items():
+            own = torch.zeros_like(row.loss_mask) if samples is None else torch.from_numpy(member[samples])
+            compared = row.loss_mask & own.to(row.loss_mask.device) & scored.before_first_update
+            means[f"mismatch_kl/{name}"] = _over(compared, mismatch)
+            means[f"mismatch_kl/on_policy/{name}"] = _over(compared & row.on_policy, mismatch)
+        return replace(result, means=means)
+
+    return measured
 
 
 def _over(mask: Tensor, values: Tensor) -> WeightedSum:

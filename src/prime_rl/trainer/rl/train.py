@@ -114,7 +114,7 @@ def train(config: TrainerConfig, heartbeat: HeartbeatWriter) -> bool:
                 timer.lap("wait_for_batch")
                 heartbeat.enter(f"step {step}", timeout_seconds if world.size > 1 else None, step=step)
                 minibatches = split_batch(batch, step, config.num_minibatches, world, max_tokens=config.model.seq_len)
-                options = run.begin_step(sum(len(minibatch.rows) for minibatch in minibatches))
+                options = run.begin_step(batch, sum(len(minibatch.rows) for minibatch in minibatches))
                 result = run.train_step.step(references.score(minibatches), *options)
                 timer.lap("train")
                 run.end_step(batch, result, timer)

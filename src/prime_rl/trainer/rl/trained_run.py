@@ -30,7 +30,7 @@ from prime_rl.trainer.memory_savings import prepare_optimizer
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.process_group import RankConsensus, World, device_type
-from prime_rl.trainer.rl.rl_objective import build_objective
+from prime_rl.trainer.rl.rl_objective import build_objective, with_source_metrics
 from prime_rl.trainer.rl.token_export import TokenExporter
 from prime_rl.trainer.train_step import Objective, ScoredRow, StepResult, TrainStep, schedule_factor
 from prime_rl.trainer.trainer_metrics import StepReporter, StepTimer, TokenDistributions, rl_token_values
@@ -106,13 +106,13 @@ class TrainedRun:
             last = step == self._config.max_steps
             self.publisher.start(self._paths.weights(step), PolicyVersion(self._checkpoints.branch, step), last)
 
-    def begin_step(self, num_rows: int) -> tuple[Callable[[ScoredRow], Objective], float, bool]:
-        """Return the arguments of `TrainStep.begin` for a step with `num_rows` rows on this rank."""
+    def begin_step(self, batch: Batch, num_rows: int) -> tuple[Callable[[ScoredRow], Objective], float, bool]:
+        """Return the arguments of `TrainStep.begin` for a batch with `num_rows` rows on this rank."""
         step, start, steps = self.progress.step, self._checkpoints.schedule_start, self._config.max_steps
         length = None if steps is None else steps - start
         factor = schedule_factor(self._config.scheduler, self._config.optim.lr, step - start, length)
         self._exporter.start_step(step)
-        objective = self._distributions.record(step, num_rows, self._objective)
+        objective = self._distributions.record(step, num_rows, with_source_metrics(self._objective, batch))
         return objective, factor, self._config.records_layers(step)
 
     def end_step(self, batch: Batch, result: StepResult, timer: StepTimer) -> None:
