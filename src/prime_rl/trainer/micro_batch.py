@@ -37,6 +37,8 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None
     # float32 [T], of the trainer at the step's start; None if the loss does not need them
     proximal_logprobs: Tensor | None = None
+    # bool [T], the tokens with a policy gradient; None: all of the mask
+    policy_gradient: Tensor | None = None
     positions: NDArray[np.int64] | None = None  # [T], index of each token in the batch; None outside a batch
 
     def to(self, device: torch.device) -> Self:

@@ -302,6 +302,9 @@ def test_keys_that_a_run_does_not_change_are_those_of_the_trainer(tmp_path, bloc
     run = OrchestratorConfig(model={"name": "model"}, seq_len=40, max_steps=9, **{block: changes})
     derived = getattr(derive_config(trainer, run, tmp_path), block)
     assert {key: attrgetter(key)(derived) for key in expected} == expected
+    run = OrchestratorConfig(model={"name": "model"}, seq_len=40, loss={"type": "gspo", "top_entropy_quantile": 0.2})
+    with pytest.raises(ConfigError, match=r"top_entropy_quantile = 0.2 is not supported in a trainer of several runs"):
+        derive_config(trainer, run, tmp_path)
 
 
 @pytest.fixture

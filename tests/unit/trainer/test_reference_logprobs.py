@@ -67,6 +67,7 @@ def on_ranks(world, path):
         "lora": Trained(world, path, loss=KL, lora=LoRAConfig(rank=4)),
         "other": Trained(world, path, loss=by_sequence, reference=reference),
         "decoupled": Trained(world, path, loss=DecoupledPPOLossConfig(), minibatches=3),
+        "entropy": Trained(world, path, loss=AIPOLossConfig(top_entropy_quantile=0.3), minibatches=2),
     }
     results = {name: [dataclasses.asdict(trained.step()) for _ in range(3)] for name, trained in cases.items()}
     base, lora = (
@@ -85,7 +86,7 @@ def worlds(tmp_path_factory):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("case", ["base", "lora", "other", "decoupled"])
+@pytest.mark.parametrize("case", ["base", "lora", "other", "decoupled", "entropy"])
 def test_reference_logprobs_do_not_depend_on_world_size(worlds, case):
     """I9, with a second sharded model beside the first, and padding rows."""
     for one, two in zip(worlds[1][0][case], worlds[2][0][case], strict=True):
@@ -120,6 +121,41 @@ def test_proximal_logprobs_are_those_before_the_first_update(lone):
             assert torch.equal(row.proximal_logprobs, values)
     clipped = trained.step().means["importance_ratio/clipped"]
     assert 0 < clipped < 1  # the later minibatches, after updates, leave the trust region here and there
+
+
+def test_top_entropy_quantile_trains_the_tokens_of_the_highest_entropy_in_the_minibatch(lone):
+    """Against NumPy: linear quantile by sorting; the loss stays divided by all tokens, and the KL has all tokens."""
+    trained = Trained(*lone, loss=AIPOLossConfig(top_entropy_quantile=0.3, kl=KLConfig(coef=1.0)), minibatches=2)
+    batch = make_batch()
+    weights = np.where(np.arange(len(batch.tokens)) % 5, 0.5, 0).astype(np.float32)
+    batch = dataclasses.replace(batch, rl_weights=weights, ref_logprobs=np.full(len(weights), -4.0, np.float32))
+    objective = build_objective(trained.config.loss, 64)
+    for minibatch in trained.split(batch):
+        assert len(minibatch.rows) > 1
+        parts = []
+        for row in minibatch.rows:
+            with torch.no_grad():
+                scored = trained.engine.forward(row, minibatch.counts, before_first_update=True)
+            parts.append((objective(scored), scored))
+        arrays = {
+            name: np.concatenate([getattr(scored.row, name).numpy() for _, scored in parts])
+            for name in ("loss_mask", "rl_weights", "sampler_logprobs", "advantages")
+        }
+        entropy, logprobs = (
+            np.concatenate([getattr(s, name).double().numpy() for _, s in parts]) for name in ("entropy", "logprobs")
+        )
+        mask = arrays["loss_mask"] & (arrays["rl_weights"] != 0)
+        values = np.sort(entropy[mask])
+        place = 0.7 * (len(values) - 1)
+        low = int(place)
+        threshold = values[low] + (place - low) * (values[low + 1] - values[low])
+        chosen = mask & (entropy >= threshold)
+        assert chosen.sum() == pytest.approx(0.3 * mask.sum(), abs=1)
+        ratio = np.exp(logprobs - arrays["sampler_logprobs"])
+        terms = -np.minimum(ratio, 8.0) * arrays["advantages"] * 0.5
+        wanted = terms[chosen].sum() / mask.sum()
+        assert sum(result.parts["rl"].item() for result, _ in parts) == pytest.approx(wanted, rel=1e-4)
+        assert sum(result.means["kl/reference"][1].item() for result, _ in parts) == mask.sum()
 
 
 def test_logprobs_are_computed_only_if_the_loss_needs_and_the_batch_lacks_them(lone):

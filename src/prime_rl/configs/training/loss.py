@@ -43,6 +43,10 @@ class _Loss(BaseConfig):
     entropy_coef: float = Field(0.0, ge=0)
     """Factor of the entropy of each token, which is subtracted from the loss (an entropy bonus)."""
 
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Share of the tokens with a policy gradient, those of the highest entropy (arXiv 2506.01939). The threshold is a
+    quantile over the minibatch on all ranks, at the start of the step. Below 1.0 it needs another forward pass."""
+
     kl: KLConfig | None = Field(None, json_schema_extra=common("Training"))
     """KL penalty towards a reference model (`reference`); None adds none."""
 

@@ -45,7 +45,7 @@ def build_loss(config: LossConfig) -> Loss:
         function = load_function(config.import_path, _KEY)
         check_call(function, 1, config.kwargs, f"{_KEY} = {config.import_path!r}")
         return partial(_call_custom_loss, function, config)
-    keys = config.model_dump(exclude={"normalization", "fixed_length", "kl", "entropy_coef"})
+    keys = config.model_dump(exclude={"normalization", "fixed_length", "kl", "entropy_coef", "top_entropy_quantile"})
     return partial(LOSSES[keys.pop("type")], **keys)
 
 

@@ -5,7 +5,7 @@ ranks (I9). The names of the metrics depend on the configuration and the batch's
 they are equal on all ranks.
 
 `References` scores rows with a reference model, for the KL penalty and distillation, and with the policy before the
-first update of a step, for decoupled PPO.
+first update of a step, for decoupled PPO and the tokens of the highest entropy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ from prime_rl.trainer.micro_batch import MicroBatch
 from prime_rl.trainer.model.lm_head import SamplingMask
 from prime_rl.trainer.model.lora import AdaptedLinear, ExpertsAdapter, adapted_experts, adapted_layers
 from prime_rl.trainer.model.policy_model import PolicyModel
-from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.parallel.process_group import RankConsensus, World
 from prime_rl.trainer.train_step import Minibatch, Objective, ScoredRow, WeightedSum
 from prime_rl.trainer.weights.policy_loading import make_policy
 
@@ -94,7 +94,8 @@ def rl_objective(
         if scored.row.rl_weights is not None:
             weights = weights * torch.where(inputs.mask, scored.row.rl_weights, 0.0)
         means = _measure(scored, inputs, output)
-        parts = {"rl": LossComponent(output.loss, weights)}
+        chosen = scored.row.policy_gradient
+        parts = {"rl": LossComponent(output.loss, weights if chosen is None else weights * chosen)}
         if kl is not None:
             penalty = kl_penalty(
                 inputs.logprobs, _reference(inputs, "loss.kl"), inputs.mask, kl.estimator, kl.straight_through
@@ -217,7 +218,7 @@ def _over(mask: Tensor, values: Tensor) -> WeightedSum:
 
 
 class References:
-    """Adds `ref_logprobs` and `proximal_logprobs` to rows, if the configured loss needs them."""
+    """Adds `ref_logprobs`, `proximal_logprobs` and `policy_gradient` to rows, if the configured loss needs them."""
 
     def __init__(self, config: TrainerConfig, policy: PolicyModel, world: World) -> None:
         """Load the reference model, if one is needed. All ranks call it together.
@@ -225,7 +226,7 @@ class References:
         If the policy trains adapters on the reference model, the policy without adapters is used; nothing is loaded.
         Raises ConfigError if the reference model is missing or not supported.
         """
-        self._policy, self._world = policy, world
+        self._policy, self._world, self._top_entropy = policy, world, config.loss.top_entropy_quantile
         self._needs_proximal = isinstance(config.loss, DecoupledPPOLossConfig) or (
             isinstance(config.loss, CustomLossConfig) and config.loss.proximal
         )
@@ -248,7 +249,25 @@ class References:
             reshard_policy(self._model)
         if self._needs_proximal:
             scored[1:] = [_add(part, "proximal_logprobs", self._proximal) for part in scored[1:]]
-        return scored
+        return scored if self._top_entropy == 1 else [self._choose_tokens(part) for part in scored]
+
+    @torch.no_grad()
+    def _choose_tokens(self, minibatch: Minibatch) -> Minibatch:
+        """Give a policy gradient to the tokens from the quantile 1 - `top_entropy_quantile` of the entropy on.
+
+        As TRL's `get_high_entropy_mask`, but over the whole minibatch, which does not depend on rows and ranks (I9).
+        """
+        entropies = [self._policy(row.to(self._world.device))[1].cpu() for row in minibatch.rows]
+        masks = [
+            row.loss_mask if row.rl_weights is None else row.loss_mask & (row.rl_weights != 0) for row in minibatch.rows
+        ]
+        own = torch.cat([values[mask] for values, mask in zip(entropies, masks, strict=True)]).numpy()
+        by_rank = RankConsensus(self._world).gather(lambda: own)
+        values = np.concatenate(by_rank[:: self._world.model_parallel_size])  # ranks with the same rows count once
+        threshold = np.quantile(values, 1 - self._top_entropy) if len(values) else 0.0
+        chosen = [torch.from_numpy(values.numpy() >= threshold) for values in entropies]
+        rows = zip(minibatch.rows, chosen, strict=True)
+        return replace(minibatch, rows=[replace(row, policy_gradient=tokens) for row, tokens in rows])
 
     def _reference(self, row: MicroBatch) -> Tensor:
         assert self._model is not None

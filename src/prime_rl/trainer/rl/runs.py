@@ -325,4 +325,6 @@ def _unsupported(config: TrainerConfig) -> str | None:
         return f"reference.name = {config.reference_name!r}, another model than the trained one,"
     if config.num_minibatches > 1 and config.loss.type == "decoupled_ppo":
         return "loss.type = 'decoupled_ppo' with num_minibatches > 1"
+    if config.loss.top_entropy_quantile < 1:
+        return f"loss.top_entropy_quantile = {config.loss.top_entropy_quantile:g}"
     return None
