@@ -33,6 +33,7 @@ DEVICE = torch.device("cuda", 0)
 _META = torch.device("meta")
 _MAKE_DTENSORS = ("distributed/tensor/_api.py", "distributed/tensor/_dispatch.py")
 _READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal"}
+_NONDETERMINISTIC = {"histc", "cumsum", "median", "nll_loss_forward"}
 # Values that the host reads: norms and losses (float64) are finite and large; flags are false.
 _ANSWERS = {torch.float64: 2.0, torch.float32: 0.0, torch.bool: False}
 
@@ -99,6 +100,7 @@ class Device(TorchDispatchMode):
     """Simulates reads from the device and records them.
 
     Attributes:
+        nondeterministic: for every call that `deterministic` refuses on CUDA, the function.
         reads: for every read from the device, the function of prime_rl or of a library.
         integer: the value of integers that the host reads.
         side_work: memory that work on other streams than the first uses; see `watch_memory`.
@@ -109,6 +111,7 @@ class Device(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[str] = []
+        self.nondeterministic: list[str] = []
         self.integer = 1
         self.side_work: list[tuple[StorageWeakRef, int, FakeStream, int]] | None = None
         self.most_bytes = self.early = 0
@@ -156,6 +159,8 @@ class Device(TorchDispatchMode):
         if kwargs.get("device") == _META and args and _on_device(args[0]):
             kwargs = {**kwargs, "device": DEVICE}
         name = func.overloadpacket.__name__
+        if name in _NONDETERMINISTIC and _on_device(args[0]) and args[0].is_floating_point():
+            self.nondeterministic.append(_caller())
         if name in _READS and _on_device(args[0]):
             self.reads.append(_caller())
         if name == "nonzero":  # all elements, because shapes must be known

@@ -82,6 +82,10 @@ class TrainingConfig(RunConfig):
     seed: int = Field(42, ge=0)
     """Seed of random weights and of random batches."""
 
+    deterministic: bool = False
+    """Use deterministic kernels only, also of attention: the same batches give the same weights, bit for bit. Slower on
+    a GPU. The trainer ends with an error at an operation without one."""
+
     wait_timeout_seconds: float = Field(1800, gt=0)
     """Timeout for the next batch."""
 

@@ -201,6 +201,7 @@ class TrainerConfig(TrainingConfig):
             f"model.compile {alone}": model.compile is not None,
             f"model.lora.dropout {alone}, which would share random numbers": lora.dropout > 0,
             f"offloading to the CPU {alone}": model.optim_cpu_offload or model.fsdp_cpu_offload,
+            f"deterministic {alone}, whose rows share forward passes by time": self.deterministic,
             f"data.fake or bench {alone}": self.data.fake is not None or self.bench,
             f"nodes_share_directory = false {alone}": not self.nodes_share_directory,
             f"trace_path or memory_profiler_path {alone}": bool(self.trace_path or self.memory_profiler_path),

@@ -39,13 +39,17 @@ _OF_A_NODE = {
 """Keys that do not decide what is trained, and may differ: for example paths of mounts."""
 
 
-def limit_process() -> None:
-    """Set the limits of this process: open files, threads, and the output of libraries."""
+def limit_process(deterministic: bool = False) -> None:
+    """Set the limits of this process: open files, threads, the output of libraries, and deterministic kernels."""
     allow_open_files()  # gloo opens a connection to every other rank, for each of several groups
     disable_progress_bar()
     # One thread by default: results are the same on every machine, and the sampler keeps the cores that it shares.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    if deterministic:  # cuBLAS reads its variable at its first call, transformers the one of flash_attention_2 per call
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+        torch.use_deterministic_algorithms(True)
 
 
 def check_output_dir(paths: RunPaths, resuming: bool) -> None:

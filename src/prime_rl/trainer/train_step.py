@@ -378,15 +378,16 @@ class EntropyQuantiles:
     def add(self, entropy: Tensor, mask: Tensor) -> None:
         """Add the entropies [T] of a row where `mask` [T] is set; nothing is read from the device."""
         roots = entropy.float().clamp(0.0, _MAX_ENTROPY).sqrt()
-        roots = torch.where(mask & roots.isfinite(), roots, -1.0)  # values below 0 are not counted
-        counts = torch.histc(roots, _ENTROPY_BINS, 0.0, math.sqrt(_MAX_ENTROPY)).double()
+        bins = (roots * (_ENTROPY_BINS / math.sqrt(_MAX_ENTROPY))).clamp(max=_ENTROPY_BINS - 1).long()
+        bins = torch.where(mask & roots.isfinite(), bins, _ENTROPY_BINS)  # others are not counted
+        counts = bins.new_zeros(_ENTROPY_BINS + 1).scatter_add_(0, bins, torch.ones_like(bins))[:-1].double()
         self._counts = counts if self._counts is None else self._counts + counts
 
     def reduce(self, world: World) -> dict[str, float | None]:
         """Return `entropy/<quantile>` over all ranks, None without tokens; start again. All ranks call it together."""
         if self._counts is None:
             return {}
-        totals, self._counts = world.sum_rows(self._counts).cumsum(0).cpu(), None
+        totals, self._counts = world.sum_rows(self._counts).cpu().cumsum(0), None
         return {f"entropy/{name}": _quantile(totals, share) for name, share in ENTROPY_QUANTILES.items()}
 
 

@@ -170,7 +170,7 @@ def rank_statistics(values: Mapping[str, float], world: World) -> dict[str, floa
     """
     table = torch.zeros(world.size, len(values), dtype=torch.float64, device=world.device)
     table[world.rank] = torch.tensor(list(values.values()), dtype=torch.float64)
-    world.sum(table)
+    table = world.sum(table).cpu()
     rows = {"mean": table.mean(0), "min": table.amin(0), "median": table.median(0).values, "max": table.amax(0)}
     found = {
         f"{name}/rank_{stat}": value

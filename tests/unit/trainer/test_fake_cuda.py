@@ -90,6 +90,7 @@ def trace(model, ranks=1, minibatches=1, loss=None, optim=None, blank=False, str
         device.reads.clear()
         result = engine.step(references.score(parts), build_objective(config.loss, 60), 1.0)
         assert result.skipped == 0
+        assert not {*device.nondeterministic} - {"lm_head.py:_lowest_kept_logit"}
         assert all(parameter.device == DEVICE for parameter in policy.parameters())
     return set(device.reads)
 

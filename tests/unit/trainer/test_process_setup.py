@@ -16,9 +16,23 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.liveness.parent_process import SUPERVISED
 from prime_rl.storage.checkpoint_artifacts import STOP, StopRecord, find_checkpoints, read_stop, write_stop
 from prime_rl.storage.rollback import START_VARIABLE
-from prime_rl.trainer.parallel.process_group import World, _rendezvous_options
-from prime_rl.trainer.process_setup import GarbageCollection, StopRequest, check_rank_settings
+from prime_rl.trainer.parallel.process_group import World, _rendezvous_options, wrap_rank_errors
+from prime_rl.trainer.process_setup import GarbageCollection, StopRequest, check_rank_settings, limit_process
 from tests.unit.trainer.world import run_world
+
+
+def test_limit_process_deterministic_refuses_other_operations(monkeypatch):
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        limit_process(deterministic=True)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+        with pytest.raises(ConfigError, match=r"deterministic = true is not possible .* put_"), wrap_rank_errors(1):
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
 
 CASES = {
     "same": ([], [], None),

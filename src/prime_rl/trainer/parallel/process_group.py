@@ -250,13 +250,15 @@ def wrap_rank_errors(timeout_seconds: float, joining: bool = False) -> Iterator[
     """Convert an error of the rendezvous (`joining`), or of a collective that lost another rank, to one line.
 
     Raises:
-        ConfigError: another process listens on the port.
+        ConfigError: another process listens on the port, or `deterministic` is set and an operation is not.
         RunError: not all ranks joined, another rank exited, or it timed out; torchrun names the rank that exited first.
     """
     try:
         yield
     except RuntimeError as error:
         rank, said = f"rank {os.environ.get('RANK', 0)}", summarize_exception(error)
+        if "use_deterministic_algorithms" in str(error):
+            raise ConfigError(f"deterministic = true is not possible with these settings; remove it: {said}") from error
         if joining and isinstance(error, dist.DistError):
             place = join_host_port(os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "?"))
             if "EADDRINUSE" in str(error):  # torch raises the same class for all causes

@@ -58,7 +58,7 @@ from prime_rl.trainer.weights.policy_loading import make_policy
 
 def run(config: SFTConfig, heartbeat: HeartbeatWriter) -> None:
     """Prepare this process, train, and report the benchmark with `--bench`. Raises what `train` raises."""
-    limit_process()
+    limit_process(config.deterministic)
     heartbeat.enter("wait for all ranks", config.dist_timeout_seconds)
     with report_benchmark(config.bench, config.run_paths, "trainer"):
         stopped = train(config, heartbeat)
