@@ -17,7 +17,8 @@ def main() -> None:
     check_on_hub(config.model.name, config.model.revision)
     from prime_rl.trainer.rank_start import start_rank
 
-    with start_rank(config.log, config.run_paths, settings=config.run_settings) as heartbeat:
+    transport = config.weight_broadcast.type
+    with start_rank(config.log, config.run_paths, settings=config.run_settings, transport=transport) as heartbeat:
         from prime_rl.trainer.rl.train import run
 
         run(config, heartbeat)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 
 from prime_rl.configs.logging import LogConfig
+from prime_rl.configs.training.broadcast import ALLOCATOR_VARIABLES
 from prime_rl.core.logs import set_up_logging
 from prime_rl.liveness.heartbeat_monitor import remove_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
@@ -15,14 +16,29 @@ from prime_rl.storage.file_locks import hold_role_lock
 from prime_rl.storage.paths import RunPaths
 
 
+def expand_segments(transport: str) -> None:
+    """Let torch's CUDA allocator expand its segments, against fragmentation, unless the user has configured it.
+
+    The transport `ipc` cannot share such memory. torch reads the variable before its first allocation on a GPU.
+    """
+    if transport != "ipc" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 @contextmanager
 def start_rank(
-    log: LogConfig, paths: RunPaths, role: str = "trainer", settings: RunSettings = MappingProxyType({})
+    log: LogConfig,
+    paths: RunPaths,
+    role: str = "trainer",
+    settings: RunSettings = MappingProxyType({}),
+    transport: str = "filesystem",
 ) -> Iterator[HeartbeatWriter]:
     """Prepare this process, with or without torchrun, and write its heartbeat while the block runs.
 
-    It logs to the file of `role`. Rank 0 holds the lock of the directory until it ends.
+    It logs to the file of `role`. Rank 0 holds the lock of the directory until it ends. `transport` is that of the
+    weights (`weight_broadcast.type`).
     """
+    expand_segments(transport)
     if is_supervised():
         launcher = os.environ.get(LAUNCHER)
         die_with_parent(int(launcher) if launcher else None)

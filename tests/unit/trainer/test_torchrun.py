@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from prime_rl.configs.training.broadcast import ALLOCATOR_VARIABLES
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core import import_utils, os_errors
 from prime_rl.core.errors import ConfigError
@@ -22,6 +23,7 @@ from prime_rl.liveness.parent_process import LAUNCHER
 from prime_rl.trainer import torchrun
 from prime_rl.trainer.parallel.process_group import choose_gloo_interface, join_world
 from prime_rl.trainer.process_setup import limit_process
+from prime_rl.trainer.rank_start import expand_segments
 from prime_rl.trainer.torchrun import describe_first_failure
 from tests.support.command import PROGRESS_TIMEOUT_SECONDS, until
 from tests.unit.trainer.world import run_world
@@ -196,10 +198,11 @@ def gpu(monkeypatch):
         "cuda.set_device": None,
         "cuda.get_device_name": "Tesla T4",
     }
-    values |= {"init_process_group": None, "get_rank": 0, "get_world_size": 1, "destroy_process_group": None}
+    values |= {"get_rank": 0, "get_world_size": 1, "destroy_process_group": None}
     for name, value in values.items():
         owner = "torch" if "cuda" in name else "torch.distributed"
         monkeypatch.setattr(f"{owner}.{name}", lambda *_, value=value, **__: value)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **keys: found.update(keys))
     return found
 
 
@@ -216,7 +219,27 @@ def test_old_gpu_without_bfloat16_is_refused_in_one_line(gpu, capability, dtype)
 def test_supported_gpu_is_used(gpu, capability, dtype):
     gpu["capability"] = capability
     with join_world("auto", 60, TrainerModelConfig(dtype=dtype)) as world:
-        assert world.device == torch.device("cuda", 0)
+        assert world.device == gpu["device_id"] == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("transport", "user", "expected"),
+    [
+        ("filesystem", {}, "expandable_segments:True"),
+        ("nccl", {}, "expandable_segments:True"),
+        ("ipc", {}, None),
+        ("filesystem", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("filesystem", {"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+    ],
+)
+def test_expand_segments_keeps_the_users_allocator_and_memory_for_ipc(monkeypatch, transport, user, expected):
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    expand_segments(transport)
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
 
 
 # The interface of gloo on hosts whose names are those of the loopback interface

@@ -11,7 +11,7 @@ from pydantic import Field
 from prime_rl.configs.loading.base_config import BaseConfig
 
 DEFAULT_TRANSFER_PORT = 29501
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 Precision = Literal["auto", "bfloat16", "float16", "float32"]
 
 
@@ -103,7 +103,7 @@ def _expandable_segments() -> str | None:
     """Return the environment variable that makes torch allocate expandable segments, with its value."""
     # Another process can only map such memory with a file descriptor of the trainer. The kernel denies access to it
     # where tracing is restricted, as in most containers.
-    for name in _ALLOCATOR_VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         value = os.environ.get(name, "")
         if any(re.fullmatch(r"\s*expandable_segments\s*:\s*True\s*", part) for part in value.split(",")):
             return f"{name}={value}"

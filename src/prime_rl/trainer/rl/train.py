@@ -29,7 +29,8 @@ if __name__ == "__main__":  # before the imports of torch
     def main() -> None:
         """Train as a rank, whose heartbeat shows that it imports torch."""
         config = TrainerConfig.load()
-        with start_rank(config.log, config.run_paths, settings=config.run_settings) as heartbeat:
+        transport = config.weight_broadcast.type
+        with start_rank(config.log, config.run_paths, settings=config.run_settings, transport=transport) as heartbeat:
             from prime_rl.trainer.rl.train import run
 
             run(config, heartbeat)
