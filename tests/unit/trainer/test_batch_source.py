@@ -169,7 +169,7 @@ LATE, DAMAGED, DAMAGED_ON_ONE_NODE, OTHER_LEVEL, MISSING, UNPUBLISHED, STOPPED =
 
 
 def ship(paths, step):
-    fields = {"branch": 0, "step": step, "async_level": 3 if step == OTHER_LEVEL else 2}
+    fields = {"branch": 0, "step": step, "async_level": 3 if step == OTHER_LEVEL else 2, "sources": {"env/a": [step]}}
     write_batch(paths.rollouts(step), make(step), fields)
     if step == DAMAGED:
         with (paths.rollouts(step) / ROWS_FILE).open("r+b") as rows:
@@ -213,7 +213,7 @@ def read_together(world, root):
             source = BatchSource(config, paths, 0, check, heartbeat, stop=stop, world=world, node=node)
             try:
                 batch = source.read(step)
-                answers[step] = batch and sums_of(batch)
+                answers[step] = batch and [sums_of(batch), batch.sources]
             except (ConfigError, RunError) as error:
                 answers[step] = f"{type(error).__name__}: {error}"
         return {"answers": answers, "reads": reads, "beats": read_heartbeat(paths.heartbeat(name)).beat}
@@ -231,7 +231,7 @@ def test_read_on_two_ranks_per_node_reads_once_per_node_and_ends_alike(tmp_path,
     answers = [rank["answers"] for rank in ranks]
     assert answers[::2] == answers[1::2], "the ranks of a node end alike"
     first, last = ({int(step): answer for step, answer in answers[rank].items()} for rank in (0, -1))
-    assert [first[step] for step in (0, LATE)] == [sums_of(make(step)) for step in (0, LATE)]
+    assert [first[step] for step in (0, LATE)] == [[sums_of(make(step)), {"env/a": [step]}] for step in (0, LATE)]
     assert f"the hash of {paths.rollouts(DAMAGED) / ROWS_FILE} differs" in first[DAMAGED]
     assert first[OTHER_LEVEL].startswith("ConfigError: async_level = 2 here and 3 at the orchestrator")
     assert first[MISSING].startswith(f"DeadlineError: waited 2 s for {paths.rollouts(MISSING)}")

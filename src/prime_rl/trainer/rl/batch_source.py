@@ -137,7 +137,7 @@ def load_batch(
         return batch.arrays, manifest
 
     arrays, manifest = node.share(read)
-    return Batch(**arrays), manifest
+    return Batch(**arrays, sources=manifest.get("sources", {})), manifest
 
 
 def _read_batch(config: TrainerConfig, step: int, check: Callable[[], None]) -> tuple[Batch, dict[str, Any]]:
