@@ -215,14 +215,13 @@ def join_world(device: Device, timeout_seconds: float, model: TrainerModelConfig
     if chosen.type == "cuda" and model is not None:
         _check_capability(chosen, model.dtype)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    timeout, bound = timedelta(seconds=timeout_seconds), chosen if chosen.type == "cuda" else None
+    timeout = timedelta(seconds=timeout_seconds)
     with wrap_rank_errors(timeout_seconds), _exit_without_peers():
         if "RANK" in os.environ:
             with wrap_rank_errors(timeout_seconds, joining=True):
-                dist.init_process_group(backend, timeout=timeout, device_id=bound, **_rendezvous_options(timeout))
+                dist.init_process_group(backend, timeout=timeout, **_rendezvous_options(timeout))
         else:
-            store = dist.HashStore()
-            dist.init_process_group(backend, timeout=timeout, device_id=bound, store=store, rank=0, world_size=1)
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         yield World(dist.get_rank(), dist.get_world_size(), chosen, layout.model_parallel_size, timeout_seconds)
     # Not reached after an error: destroying the group would wait for ranks that may have exited.
     dist.destroy_process_group()
