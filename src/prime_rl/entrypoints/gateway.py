@@ -30,6 +30,7 @@ from prime_rl.core.entry_point import ArgumentParser, command
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.loopback import bypass_proxies, is_loopback
 from prime_rl.core.ports import join_host_port, listen
+from prime_rl.rollouts.separate.agent_apis import error_body
 from prime_rl.rollouts.separate.values import OWN_METRICS
 
 _PORT = 8700
@@ -286,7 +287,7 @@ def _check_report(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _error(kind: type[web.HTTPException], message: str) -> web.HTTPException:
-    return kind(text=json.dumps({"error": {"message": message}}), content_type="application/json")
+    return kind(text=json.dumps(error_body(kind.status_code, message)), content_type="application/json")
 
 
 @command

@@ -180,27 +180,31 @@ class Recorder:
         assert self._renderer is not None, "a sampler needs token ids"
         # Rendering tens of megabytes, which an agent may send, would keep the event loop of all rollouts for minutes.
         if (size := sum(len(message["content"]) for message in messages)) > self._max_characters:
-            raise PromptTooLong(f"the messages have {size} characters, seq_len is {self._seq_len}")
+            raise self._too_long(size // self._renderer.longest_token)
         prompt, base, fork = self._prompt(self._renderer, messages, tools)
         available = self._seq_len - len(prompt.ids)
         if available <= 0:
-            raise PromptTooLong(f"the prompt has {len(prompt.ids)} tokens, seq_len is {self._seq_len}")
+            raise self._too_long(len(prompt.ids))
         limits = {"max_tokens": min(available, sampling.get("max_tokens") or available)}
         if minimum := sampling.get("min_tokens"):
             limits["min_tokens"] = min(minimum, limits["max_tokens"])
         generation = await sampler.generate(prompt.ids.tolist(), {**sampling, **limits})
-        parsed = self._renderer.parse(prompt, generation, tools)
+        parsed, stop = self._renderer.parse(prompt, generation, tools), None
         if stops := sampling.get("stop"):  # vLLM keeps the stop string in the tokens, other servers return no such text
             text_length, ids = self._renderer.text_length, generation.token_ids.tolist()
             searched = text_length(ids) - text_length(ids[: limits.get("min_tokens", 0)])
-            parsed = replace(parsed, content=_before_stop(parsed.content, stops, searched))
+            content, stop = _before_stop(parsed.content, stops, searched)
+            parsed = replace(parsed, content=content)
         call_ids = self._name_calls(parsed.calls, messages)
         turn = self._builder.add(prompt.ids, generation)
         if fork is not None and (turn.parent is None or turn.parent.sequence is not turn.sequence):
             self._false_forks[turn] = fork
         self._remember(Exchange(messages, prompt, generation, tools, turn), base)
         sampled = len(generation.token_ids)
-        return Reply(parsed, call_ids, generation.is_truncated, len(prompt.ids), sampled, tools, turn)
+        return Reply(parsed, call_ids, generation.is_truncated, len(prompt.ids), sampled, tools, turn, stop=stop)
+
+    def _too_long(self, num_tokens: int) -> PromptTooLong:
+        return PromptTooLong(f"prompt is too long: {num_tokens} tokens > {self._seq_len} maximum (seq_len)")
 
     def _name_calls(self, calls: Sequence[ToolCall], messages: Sequence[Message]) -> tuple[str, ...]:
         """Return an id for each call: the model's if it is new in the conversation, as templates write it into results.
@@ -289,14 +293,14 @@ def _words(content: str) -> list[str]:
     return content.rpartition("</think>")[2].split()
 
 
-def _before_stop(text: str, stops: Sequence[str], searched: int) -> str:
-    """Return the text before the first stop string to end in its last `searched` characters.
+def _before_stop(text: str, stops: Sequence[str], searched: int) -> tuple[str, str | None]:
+    """Return the text before the first stop string to end in its last `searched` characters, and this; None without.
 
     As vLLM does, which does not look for stop strings before `min_tokens`.
     """
     starts = {stop: text.find(stop, max(0, len(text) - searched - len(stop) + 1)) for stop in stops}
-    ends = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
-    return text[: min(ends)[1]] if ends else text
+    ends = [(start + len(stop), start, stop) for stop, start in starts.items() if start >= 0]
+    return (text[: min(ends)[1]], min(ends)[2]) if ends else (text, None)
 
 
 def _derive_seed(numbers: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import urllib.request
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -21,6 +21,8 @@ from prime_rl.entrypoints.gateway import Gateway, main
 from prime_rl.rollouts import group_attempts
 from prime_rl.rollouts.group_attempts import EnvironmentFailed
 from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.separate import interception
+from prime_rl.rollouts.verifiers.episodes import EpisodeCalls
 from prime_rl.rollouts.workers import worker_main
 from tests.unit.rollouts.conftest import QUESTIONS, TOKENIZER, encode, served
 
@@ -143,6 +145,74 @@ async def test_a_stream_passes_through_as_events(url, tmp_path):
         await group
     events = [line.split()[1] for line in lines if line.startswith("event:")]
     assert (events[0], events[-1]) == ("message_start", "message_stop")
+
+
+LOOK = {"name": "look", "description": None}
+LONG = [{"role": "user", "content": "x" * 5000}]
+FULL = {"type": "invalid_request_error", "code": "context_length_exceeded"}
+FUNCTION = {"type": "function", "function": LOOK | {"parameters": None}}
+ASKED = [
+    ("chat/completions", {"n": None, "tools": [FUNCTION]}, 200, {"object": "chat.completion"}),
+    ("messages", {"tools": [LOOK | {"input_schema": {"type": "object"}}]}, 200, {"stop_reason": "end_turn"}),
+    ("messages", {"stop_sequences": ["x", "5"]}, 200, {"stop_reason": "stop_sequence", "stop_sequence": "5"}),
+    ("chat/completions", {"messages": LONG}, 400, FULL),
+    ("messages", {"messages": LONG}, 400, FULL),
+    ("responses", {"input": LONG}, 400, FULL),
+    ("models", {}, 404, {"type": "not_found_error"}),
+]
+
+
+async def test_agents_are_answered_as_by_the_vendors(url, tmp_path):
+    async with running(url, tmp_path) as (agent, start):
+        group = start()
+        rollout = await agent.take()
+        headers = {"Authorization": f"Bearer {rollout['api_key']}"}
+        for path, body, status, expected in ASKED:
+            body = {"model": "m"} | ({} if path == "responses" else {"messages": rollout["messages"]}) | body
+            got, answer = await agent.send("POST", f"{rollout['base_url']}/{path}", body, headers)
+            assert got == status and (answer if got == 200 else answer["error"]).items() >= expected.items(), answer
+            if expected is FULL:  # the phrases by which agents recognise it, and begin a summary
+                assert re.search(
+                    "model's maximum context length is .*prompt is too long: 5[0-9]+ tokens > 4096 maximum",
+                    answer["error"]["message"],
+                )
+        await agent.report(rollout, reward=1)
+        (found,) = await group
+    assert found.metrics["num_turns"] == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "kinds"),
+    [
+        ("chat/completions", ["error"]),
+        ("messages", ["error"]),
+        ("responses", ["response.created", "response.failed"]),
+    ],
+)
+async def test_a_stream_that_fails_ends_with_the_error_and_is_no_turn(url, tmp_path, monkeypatch, path, kinds):
+    async def late(*call, ask=EpisodeCalls.ask):
+        await asyncio.sleep(0.05)
+        return await ask(*call)
+
+    monkeypatch.setattr(EpisodeCalls, "ask", late)
+    monkeypatch.setattr(interception, "_HEADERS_SECONDS", 0.01)
+    async with running(url, tmp_path) as (agent, start):
+        group = start()
+        rollout = await agent.take()
+        await agent.ask(rollout)
+        headers = {"Authorization": f"Bearer {rollout['api_key']}"}
+        events = []
+        body = {"model": "m", "stream": True, ("input" if path == "responses" else "messages"): LONG}
+        async with agent.session.post(f"{rollout['base_url']}/{path}", json=body, headers=headers) as answer:
+            with suppress(aiohttp.ClientPayloadError):
+                async for line in answer.content:
+                    events += [json.loads(line[6:])] if line.startswith(b"data: ") else []
+        assert [event["type"] for event in events] == kinds
+        error = events[-1].get("response", events[-1])["error"]
+        assert error["code"] == FULL["code"] and "prompt is too long" in error["message"]
+        await agent.report(rollout, reward=1)
+        (found,) = await group
+    assert found.text == (("user", "What is 2 + 3?"), ("assistant", "It is 5."))
 
 
 async def test_the_agent_of_the_page_works(url, tmp_path):

@@ -64,6 +64,7 @@ class _ChatMessage(msgspec.Struct):
 class _ChatChoice(msgspec.Struct):
     message: _ChatMessage
     finish_reason: str | None = None
+    stop_reason: Any = None  # of vLLM: the stop string, or the id of a token
 
 
 class _ChatUsage(msgspec.Struct):
@@ -202,6 +203,7 @@ def _reply(
         usage.completion_tokens,
         tools,
         versions=versions,
+        stop=choice.stop_reason if isinstance(choice.stop_reason, str) else None,
     )
 
 

@@ -111,6 +111,7 @@ class Reply:
         tools: definitions of the offered tools, in OpenAI's form.
         turn: the tokens, if the server returns them.
         versions: oldest and newest policy version that may have sampled it, if the server returns no tokens.
+        stop: the stop string that ended it.
     """
 
     parsed: Parsed
@@ -121,6 +122,7 @@ class Reply:
     tools: list[dict[str, Any]] = field(default_factory=list)
     turn: Turn | None = None
     versions: tuple[int, int] | None = None
+    stop: str | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -142,14 +144,15 @@ class Reply:
         return message
 
     def chat_completion(self, name: str, model: str) -> dict[str, Any]:
-        """Return the reply as OpenAI's chat completion with the id `name`."""
+        """Return the reply as OpenAI's chat completion with the id `name`, and vLLM's `stop_reason`."""
         used, sampled = self.prompt_tokens, self.completion_tokens
+        choice = {"index": 0, "message": self.message(), "finish_reason": self.finish_reason, "stop_reason": self.stop}
         return {
             "id": name,
             "object": "chat.completion",
             "created": int(time.time()),
             "model": model,
-            "choices": [{"index": 0, "message": self.message(), "finish_reason": self.finish_reason}],
+            "choices": [choice],
             "usage": {"prompt_tokens": used, "completion_tokens": sampled, "total_tokens": used + sampled},
         }
 

@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from .values import CONTEXT_OVERFLOW
+
 Body = Mapping[str, Any]
 
 
@@ -27,8 +29,8 @@ class AgentApi(Protocol):
         """Yield the stream of a reply, complete events in the format of server-sent events."""
         ...
 
-    def failure(self, message: str) -> bytes:
-        """Return the event by which a stream fails."""
+    def failure(self, status: int, message: str) -> Iterator[bytes]:
+        """Yield the events by which a stream fails."""
         ...
 
 
@@ -62,9 +64,9 @@ class ChatApi:
             yield _event({**head, "choices": [], "usage": reply["usage"]})
         yield b"data: [DONE]\n\n"
 
-    def failure(self, message: str) -> bytes:
+    def failure(self, status: int, message: str) -> Iterator[bytes]:
         """See `AgentApi`."""
-        return _event({"error": {"message": message, "type": "server_error"}})
+        yield _event(error_body(status, message))
 
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -141,7 +143,8 @@ class MessagesApi:
     def reply(self, completion: Body, request: Body) -> dict[str, Any]:
         """See `AgentApi`."""
         (choice,) = completion["choices"]
-        message, usage = choice["message"], completion["usage"]
+        message, usage, reason = choice["message"], completion["usage"], _STOP_REASONS[choice["finish_reason"]]
+        stop = choice.get("stop_reason") if reason == "end_turn" else None
         blocks: list[dict[str, Any]] = []
         if reasoning := message.get("reasoning_content"):
             blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
@@ -158,8 +161,8 @@ class MessagesApi:
             "role": "assistant",
             "model": completion["model"],
             "content": blocks,
-            "stop_reason": _STOP_REASONS[choice["finish_reason"]],
-            "stop_sequence": None,
+            "stop_reason": reason if stop is None else "stop_sequence",
+            "stop_sequence": stop,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "output_tokens": usage["completion_tokens"],
@@ -194,9 +197,9 @@ class MessagesApi:
         signature = {"type": "signature_delta", "signature": block["signature"]}
         return {"thinking": ""}, [{"type": "thinking_delta", "thinking": block["thinking"]}, signature]
 
-    def failure(self, message: str) -> bytes:
+    def failure(self, status: int, message: str) -> Iterator[bytes]:
         """See `AgentApi`."""
-        return _named({"type": "error", "error": {"type": "api_error", "message": message}})
+        yield _named(error_body(status, message))
 
 
 class ResponsesApi:
@@ -371,14 +374,16 @@ class ResponsesApi:
             yield {"type": f"response.{name}.done", **where, field: item[field], "name": item["name"]}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
-    def failure(self, message: str) -> bytes:
+    def failure(self, status: int, message: str) -> Iterator[bytes]:
         """See `AgentApi`."""
-        response = {
+        started = {
             "id": "resp_failed", "object": "response", "created_at": 0, "model": "policy", "output": [],
-            "status": "failed", "error": {"code": "server_error", "message": message},
-            "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
+            "status": "in_progress", "error": None, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
         }  # fmt: skip
-        return _named({"type": "response.failed", "response": response, "sequence_number": 0})
+        code = error_body(status, message)["error"]["code"] or ("invalid_prompt" if status < 500 else "server_error")
+        failed = {**started, "status": "failed", "error": {"code": code, "message": message}}
+        for number, (kind, response) in enumerate((("response.created", started), ("response.failed", failed))):
+            yield _named({"type": kind, "response": response, "sequence_number": number})
 
 
 AGENT_APIS: dict[str, AgentApi] = {
@@ -387,6 +392,42 @@ AGENT_APIS: dict[str, AgentApi] = {
     "/v1/messages": MessagesApi(),
 }
 """By the path of requests."""
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+"""Of Anthropic, by the status of the response."""
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """Return the body of an error response in the form of both vendors, with the codes of OpenAI that agents read."""
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    code = "invalid_api_key" if status == 401 else None
+    if CONTEXT_OVERFLOW in message:
+        code = "context_length_exceeded"
+    return {"type": "error", "error": {"type": kind, "message": message, "param": None, "code": code}}
+
+
+_FREE_FORM = ("parameters", "input_schema", "schema", "arguments", "input")
+"""Keys of requests with objects of the agent or of the model."""
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a request without keys that are null, which both vendors take for absent ones, in its own fields."""
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: inner if name in _FREE_FORM and isinstance(inner, dict) else without_nulls(inner)
+        for name, inner in value.items()
+        if inner is not None
+    }
 
 
 def _objects(name: str, value: Any) -> Sequence[Body]:

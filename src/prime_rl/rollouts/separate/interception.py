@@ -5,11 +5,12 @@ reply.
 """
 
 import asyncio
+import json
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from verifiers.v1.clients import Client
@@ -19,7 +20,7 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, Usage
 
-from .agent_apis import AGENT_APIS, AgentApi
+from .agent_apis import AGENT_APIS, AgentApi, error_body, without_nulls
 from .values import CONTEXT_OVERFLOW
 
 _HEADERS_SECONDS = 2.0
@@ -127,8 +128,11 @@ class InterceptionClient(Client):
             try:
                 completion, reply = await sampling
             except ProviderError as error:
-                yield api.failure(str(error))
-                return
+                for event in api.failure(error.status_code, str(error)):
+                    yield event
+                if dialect.is_terminal_event(event):
+                    return
+                raise  # else verifiers would take the failure for an empty reply
             events, parser = list(api.events(reply, body)), dialect.stream_parser()
             for event in events:
                 parser.feed(event)
@@ -182,21 +186,30 @@ class InterceptionClient(Client):
         return completion, api.reply(completion, body)
 
 
-def refuse_malformed(server: Any) -> None:
-    """Let the server answer what verifiers cannot parse, and unknown routes, by an error of both vendors' format."""
+def adapt_server(server: Any) -> None:
+    """Let the server treat agents as the vendors do.
+
+    A null key is an absent one, and errors have the form of both vendors.
+    """
     handle = server.request_handler
 
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if not request.path.startswith("/v1/"):
+            return cast(web.StreamResponse, await handle(request))
         try:
-            return await handle(request)
+            if b"null" in (raw := await request.read()):
+                request._read_bytes = json.dumps(without_nulls(json.loads(raw))).encode()
+            response = await handle(request)
+            if response.status < 400:
+                return cast(web.StreamResponse, response)
+            status, message = response.status, json.loads(response.body)["error"]["message"]
         except web.HTTPException as error:
             status, message = error.status, f"{request.method} {request.path} is not supported: {error.reason}"
         except Exception as error:
             if isinstance(error, ConnectionError) or request.writer.output_size:
                 raise
             status, message = 400, f"malformed request: {error!r:.300}"
-        error_body = {"type": "invalid_request_error", "message": message}
-        return web.json_response({"type": "error", "error": error_body}, status=status)
+        return web.json_response(error_body(status, message), status=status)
 
     server.request_handler = answer
 

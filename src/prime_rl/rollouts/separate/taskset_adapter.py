@@ -28,7 +28,7 @@ from verifiers.v1.utils.loaders import (
 from verifiers.v1.utils.retries import run_episode_with_retry
 
 from .agent_runtime import Box, RemoteBox, SandboxRuntimeConfig, add_sandbox
-from .interception import Ask, CountTokens, InterceptionClient, OpenTrace, lengthen_backlog, refuse_malformed
+from .interception import Ask, CountTokens, InterceptionClient, OpenTrace, adapt_server, lengthen_backlog
 from .v1_harnesses import (
     COMMAND_HARNESS_ID,
     CONNECTIONS,
@@ -221,7 +221,7 @@ class TasksetAdapter:
                 # The server looks up clients here before it creates one, so it uses ours.
                 self.env._interception.clients[_MODEL.client.model_dump_json()] = self.client
                 lengthen_backlog(self.env._interception)
-                refuse_malformed(self.env._interception.runner.server)
+                adapt_server(self.env._interception.runner.server)
                 ready.set_result(None)
                 await asyncio.Event().wait()
         except Exception as error:  # foreign code may raise anything

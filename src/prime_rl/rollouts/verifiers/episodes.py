@@ -55,7 +55,7 @@ class EpisodeCalls:
         try:
             reply = await policy_call(recorder, body, self._sampling, self._warn)
         except PromptTooLong as error:
-            raise ValueError(f"{CONTEXT_OVERFLOW}: {error}") from error
+            raise ValueError(f"This model's {CONTEXT_OVERFLOW} is exceeded: {error}") from error
         except (InferenceError, InferenceServerLost) as error:
             raise ValueError(str(error)) from error  # the recorder keeps what explains the end of the rollout
         return reply.chat_completion(f"{agent}-{recorder.replies.index(reply)}", str(body.get("model", "")))
