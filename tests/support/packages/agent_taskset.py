@@ -1,7 +1,7 @@
 """A v1 taskset whose agent speaks one of three APIs through the vendor's client, with or without streams.
 
 It asks for the tool `look`, whose result is the number of the call, until the reply calls no tool. With `edits` it
-changes its first message once, which begins another branch. With `leaves` it first disconnects from a stream.
+changes its first message once, which begins another branch. With `leaves` it first disconnects from a request.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
         turn.begin(data.prompt)
         if self.config.leaves:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(turn.ask(True), 4)
+                await asyncio.wait_for(turn.ask(self.config.stream), 2.5)  # the stream has begun
         for number in range(5):
             calls = await turn.ask(self.config.stream)
             if not calls:

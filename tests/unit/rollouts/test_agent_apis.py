@@ -90,10 +90,11 @@ class SlowEngine:
         return generation(encode("no"))
 
 
-@pytest.mark.extended
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
-async def test_agent_that_disconnects_from_a_stream_frees_the_request(interpreter):
-    environment = load(interpreter, leaves=True)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_agent_that_disconnects_frees_the_request(interpreter, stream):
+    environment = load(interpreter, leaves=True, stream=stream)
     async with ending_server(environment):
         (rollout,) = await environment.run_group(0, 1, SlowEngine(), {"max_tokens": 300}, 8192)
     assert rollout.reward == 1.0, "one reply"

@@ -117,10 +117,7 @@ class InterceptionClient(Client):
     async def relay(
         self, dialect: Dialect, body: dict[str, Any], session_id: str | None = None, headers: Any = None
     ) -> RelayReply:
-        """Stream one reply; ProviderError if it fails early, later an event of the stream; called by verifiers.
-
-        Verifiers notices a client that disconnects while it writes to it, after the first seconds.
-        """
+        """Stream one reply; ProviderError if it fails early, later an event of the stream; called by verifiers."""
         trace, api = self._open(dialect, session_id)
         sampling = asyncio.ensure_future(self._sample(trace, api, body))
 
@@ -189,9 +186,9 @@ class InterceptionClient(Client):
 def adapt_server(server: Any) -> None:
     """Let the server treat agents as the vendors do.
 
-    A null key is an absent one, and errors have the form of both vendors.
+    A null key is an absent one, errors have the form of both vendors, and a client that disconnects ends its request.
     """
-    handle = server.request_handler
+    handle, server.handler_cancellation = server.request_handler, True
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if not request.path.startswith("/v1/"):
