@@ -36,12 +36,12 @@ async def chat_server():
 
 async def test_recorder_sends_and_receives_tool_calls():
     async with chat_server() as (fake, server):
-        fake.reply = lambda body: calls("add", call_id="call_9", a=2, b=2)
+        fake.reply = lambda body: calls("add", call_id="call_9", a=2, b=2) | {"stop_reason": 7}
         recorder = Recorder(server, seed=[3])
         reply = await recorder.ask(ASK, [TOOL], {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_tokens": 9})
         assert (reply.parsed.calls[0].name, json.loads(reply.parsed.calls[0].arguments)) == ("add", {"a": 2, "b": 2})
         assert (reply.call_ids, reply.finish_reason) == (("call_9",), "tool_calls")
-        fake.reply = lambda body: says("4", "length", reasoning_content="2 and 2")
+        fake.reply = lambda body: says("4", "length", reasoning_content="2 and 2") | {"stop_reason": "END"}
         history = [
             *ASK,
             {
@@ -54,6 +54,7 @@ async def test_recorder_sends_and_receives_tool_calls():
         ]
         second = await recorder.ask(history, [TOOL], {"temperature": 0.5})
         assert (second.parsed.content, second.parsed.reasoning, second.is_truncated) == ("4", "2 and 2", True)
+        assert (reply.stop, second.stop) == (None, "END")
 
     first, last = fake.requests
     assert {key: first[key] for key in ("model", "messages", "temperature", "max_tokens")} == {
