@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium; apt-get install --no-install-recommends chromium"),
 ]
 VIEWS = {
-    "overview": ".chart canvas", "overview&all=1&q=time": ".chart canvas",
+    "overview": ".chart canvas", "overview&all=1&q=time": "main section canvas",
     "timeline": ".lane canvas[tabindex]", "rollouts": "tbody tr",
     "rollouts&rollout=39.78.0": ".tokens span", "plots": ".plots canvas", "health": "main h2",
     "compare": ".chart canvas",

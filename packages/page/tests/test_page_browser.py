@@ -101,12 +101,16 @@ def test_step_with_the_start_up_is_out_of_the_scale_of_times(paths, served, tab)
 
 
 def test_legend_of_the_learning_rate_names_the_step_and_the_largest(paths, served, tab):
-    rows = [{"step": n, "lr": 0.02 * (1 - n / 39)} for n in range(40)]
+    rows = [{"step": n, "lr": 0.02 * (1 - n / 39), "mismatch_kl": 0.1} for n in range(40)]
+    rows[0]["mismatch_kl/on_policy"] = 0.0
     paths.metrics("trainer").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tab.page.goto(served)
     wait_for_chart(tab.page, "Learning rate")
-    legend = tab.page.locator(".chart", has=tab.page.get_by_text("Learning rate", exact=True)).locator(".legend")
-    assert legend.text_content() == "step 390 · largest 0.02"
+    for title, text in (
+        ("Learning rate", "step 390 · largest 0.02"), ("Mismatch KL", "step 39all tokens 0.1on-policy 0 (step 0)"),
+    ):  # fmt: skip
+        chart = tab.page.locator(".chart", has=tab.page.get_by_text(title, exact=True))
+        assert chart.locator(".legend").text_content() == text
 
 
 def test_every_view_has_findings_and_the_bottleneck(paths, served, tab):

@@ -120,18 +120,18 @@ export class LineChart {
 
   showValues(index) {
     if (this.plot === null) return;
+    const [x] = this.plot.data;
+    const chosen = index ?? x.length - 1;
+    const place = (at) => (x.length === 0 ? "" : this.options.x === "time" ? formatMinutes(x[at]) : `step ${x[at]}`);
     const parts = this.lines.map((line, number) => {
       const column = this.plot.data[number + 1] ?? [];
-      let at = index ?? column.length - 1;
+      let at = chosen;
       while (at > 0 && (column[at] === null || column[at] === undefined)) at -= 1;
       const key = element("span", { class: "key", style: { background: colour(line.colour) } });
-      return element("span", {}, key, line.label ? `${visibleString(line.label)} ` : "", element("b", {}, this.format(column[at])));
+      return element("span", {}, key, line.label ? `${visibleString(line.label)} ` : "", element("b", {}, this.format(column[at])), at === chosen || (column[at] ?? null) === null ? "" : ` (${place(at)})`);
     });
-    const x = this.plot.data[0];
-    const at = x[index ?? x.length - 1];
-    const where = at === undefined ? "" : this.options.x === "time" ? formatMinutes(at) : `step ${at}`;
     const largest = this.hasLargest && x.length ? ` · largest ${this.format(Math.max(...this.plot.data.at(-1)))}` : "";
-    replaceChildren(this.legend, element("span", {}, where), parts, largest);
+    replaceChildren(this.legend, element("span", {}, place(chosen)), parts, largest);
   }
 
   onKey(event) {
