@@ -301,5 +301,5 @@ def test_sender_serves_its_session_on_a_port_of_its_own(start):
     request, hashes = trainer.publish(1)
     with pytest.raises(ChannelError, match="this is not the trainer that published the version"):
         fetch(worker(), {**request, "session": "guessed"}, hashes)
-    with pytest.raises(ConfigError, match=r"weight_broadcast.port: cannot listen on localhost:\d+ \(Address already"):
+    with pytest.raises(ConfigError, match=r"weight_broadcast.port: cannot listen on 127.0.0.1:\d+ \(Address already"):
         WeightSender(NCCLBroadcastConfig(port=trainer.sender.port), torch.device("cpu"))
