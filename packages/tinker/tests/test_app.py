@@ -355,15 +355,17 @@ async def test_sampling_refuses_what_it_does_not_support_by_name(server):
 
 async def test_pattern_of_names_stands_for_the_model_and_is_announced(server):
     names = server.service.served.names
-    server.service.served = replace(server.service.served, names=("Qwen/*", *names))
+    server.service.served = replace(server.service.served, names=("Qwen/*", "run[1]", *names))
     session = await server.post("create_session", tags=[], sdk_version="0")
     assert session["info_message"].startswith(f"each model Qwen/* is {names[-1]} here")
     body = {"session_id": session["session_id"], "sampling_session_seq_id": 1}
     assert "sampling_session_id" in await server.post("create_sampling_session", **body, base_model="Qwen/Any-1B")
+    body["sampling_session_seq_id"] = 2
+    assert "sampling_session_id" in await server.post("create_sampling_session", **body, base_model="run[1]")
     refused = await server.post("create_sampling_session", 400, **body, base_model="other/Any-1B")
     assert "'other/Any-1B' is not served" in refused["detail"]
     listed = (await server.http.get("get_server_capabilities")).json()["supported_models"]
-    assert [model["model_name"] for model in listed] == list(names)
+    assert [model["model_name"] for model in listed] == ["run[1]", *names]
 
 
 async def test_alias_of_a_loss_is_announced_and_computed(server):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from loguru import logger
@@ -127,7 +128,8 @@ def solve_rates(rewards: Sequence[NDArray[np.float64]], pass_threshold: float) -
 
 def group_sources(groups: Sequence[Group]) -> dict[str, list[int]]:
     """Return the group_ids by `env/<env>` and by `server/<host:port>`, each if the groups have several of the kind."""
-    kinds = {"env": [group.env for group in groups], "server": [group.server.split("://")[-1] for group in groups]}
+    servers = [urlsplit(group.server).netloc.rpartition("@")[2] for group in groups]  # without a password
+    kinds = {"env": [group.env for group in groups], "server": servers}
     return {
         f"{kind}/{name}": [group.group_id for group, own in zip(groups, names, strict=True) if own == name]
         for kind, names in kinds.items()

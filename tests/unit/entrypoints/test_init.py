@@ -101,6 +101,8 @@ def test_template_without_data_is_a_valid_project(init, template, monkeypatch):
         ("who.jsonl", [{"messages": [{"from": "Human", "value": "a"}, {"from": "GPT", "value": "b"}]}],
          ("a", "b"), "contains", "last reply"),
         ("x.json", [{"question": "a", "answer": "b"}, 5], ("a", "b"), "contains", ""),
+        ("tickets.csv", "nr,Message,Department,Country\n1,a,b,c\n2,d,e,c\n", ("a", "b"), "contains", ""),
+        ("faq.csv", "email,question_text,best_answer,topic\nm,a,b,c\n", ("a", "b"), "contains", ""),
         ("ctx.jsonl", [CONTEXT | {"answers": {"text": ["a", 2]}}], ("c\n\nq", "a"), "contains", ""),
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ from prime_rl.configs.training.loss import (
 )
 from prime_rl.configs.training.model import DebugModelConfig, LoRAConfig, TrainerModelConfig
 from prime_rl.configs.training.optim import AdamWConfig
+from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
 from prime_rl.trainer.rl.rl_objective import References, build_objective
@@ -156,6 +157,14 @@ def test_top_entropy_quantile_trains_the_tokens_of_the_highest_entropy_in_the_mi
         wanted = terms[chosen].sum() / mask.sum()
         assert sum(result.parts["rl"].item() for result, _ in parts) == pytest.approx(wanted, rel=1e-4)
         assert sum(result.means["kl/reference"][1].item() for result, _ in parts) == mask.sum()
+
+
+@pytest.mark.parametrize("loss", [AIPOLossConfig(top_entropy_quantile=0.3), DecoupledPPOLossConfig()])
+def test_token_that_the_model_lacks_is_refused_before_the_policy_scores_it(lone, loss):
+    batch = make_batch()
+    batch = dataclasses.replace(batch, tokens=batch.tokens + 1000)
+    with pytest.raises(ConfigError, match="the batch contains token 1"):
+        Trained(*lone, loss=loss, minibatches=3).split(batch)
 
 
 def test_logprobs_are_computed_only_if_the_loss_needs_and_the_batch_lacks_them(lone):

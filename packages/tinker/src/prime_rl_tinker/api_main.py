@@ -86,7 +86,8 @@ async def serve(config: TinkerConfig, architecture: str, vocabulary: int) -> Non
         aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session,
     ):
         sequencer = Sequencer(link.execute, config.server.gap_timeout_seconds)
-        names = tuple(dict.fromkeys([*config.aliases_of_model, config.model.name]))
+        aliases = (name for name in config.aliases_of_model if name != config.model.name)
+        names = (*aliases, config.model.name)
         served = ServedModel(names, architecture, vocabulary, config.model.seq_len, config.aliases_of_losses)
         samplers = Samplers(session, url, config.model.name, inference.max_loras)
         store = CheckpointStore(config.output_dir.resolve())

@@ -76,6 +76,8 @@ class TinkerConfig(RootConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if "" in self.aliases_of_model:
+            raise ValueError("aliases_of_model: a name is empty")
         for name, target in self.aliases_of_model.items():
             if target != self.model.name:
                 raise ValueError(

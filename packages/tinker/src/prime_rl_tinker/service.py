@@ -1,11 +1,11 @@
 """Sessions, models and samplers of a Tinker server, and the results that clients fetch."""
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -54,7 +54,7 @@ class ServedModel:
     """The model that the server trains and samples from.
 
     Attributes:
-        names: names by which clients may ask for it, or patterns such as `Qwen/*`.
+        names: names by which clients may ask for it, or patterns such as `Qwen/*`; the last is its own.
         architecture: `model_type` of its transformers configuration.
         vocabulary: number of token ids.
         max_tokens: longest sample that is trained, and longest context that is sampled.
@@ -328,7 +328,8 @@ class Service:
             raise RequestError(f"path: {path} has no state of an optimizer; load it with optimizer = false")
 
     def _check_base(self, name: str) -> None:
-        if not any(fnmatchcase(name, known) for known in self.served.names):
+        patterns = (".*".join(map(re.escape, known.split("*"))) for known in self.served.names)
+        if not any(re.fullmatch(pattern, name) for pattern in patterns):
             raise RequestError(f"base_model: {name!r} is not served; use {', '.join(self.served.names)}")
 
     # Sampling.

@@ -25,13 +25,16 @@ _LONG_CHARS = 200
 
 _PROMPTS = (
     "question prompt problem instruction instructions query userprompt input ctx text sentence title document article "
-    "content body review message comment post tweet email description abstract source task user frage pregunta"
+    "content body review source task user frage pregunta"
 )
 _ANSWERS = (
     "answer answervalue finalanswer correctanswer answerkey groundtruth gold goldanswer expectedanswer expected target "
     "solution label output completion response reply reference result correct answers correctoption cop chosen "
-    "translation summary category class intent topic department priority assistant sentiment antwort respuesta"
+    "translation summary category class assistant sentiment antwort respuesta"
 )
+_TEXTS = "message comment post tweet description abstract"
+_LABELS = "intent topic department priority"
+"""Columns that are taken if no other one is recognised."""
 _PLAIN_PROMPTS = "question problem prompt"
 _PLAIN_ANSWERS = "answer answervalue finalanswer correctanswer groundtruth goldanswer expectedanswer"
 """Columns that are preferred to the last reply of a conversation, unless the project is for `sft`."""
@@ -116,7 +119,7 @@ def choose_columns(
     filled = [name for name in columns if any(not _is_empty(row.get(name)) for row in rows)]
     chats = [name for name in filled if any(is_chat(row.get(name)) for row in rows)]
     given, others = (None if answer in chats else answer), [name for name in filled if name not in (*chats, prompt)]
-    answer = answer or _find(_ANSWERS, others)
+    answer = answer or _find(_ANSWERS, others) or _find(_LABELS, others, exact=True)
     replies = [name for name in chats if any(_split_chat(row.get(name))[1] is not None for row in rows)]
     chat = prompt if prompt in chats else _find(_CHATS + " chosen", replies) or next(iter(replies), None)
     plain = (_find(_PLAIN_PROMPTS, others, exact=True), given or _find(_PLAIN_ANSWERS, others, exact=True))
@@ -126,7 +129,7 @@ def choose_columns(
         return Choice(partial(_from_chat, chat), f"the messages of {chat!r} before the last reply", "the last reply")
     if prompt is None:
         left = [name for name in filled if name != answer]
-        prompt = next(iter(chats), None) or _find(_PROMPTS, left)
+        prompt = next(iter(chats), None) or _find(_PROMPTS, left) or _find(_TEXTS, left, exact=True)
         texts = [name for name in filled if not re.search(r"(^|[\W_])(id|idx|index|number)$", name.lower())]
         if (prompt is None or answer is None) and len(texts) == 2:
             prompt = prompt or next(name for name in texts if name != answer)

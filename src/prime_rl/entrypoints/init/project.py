@@ -14,7 +14,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from prime_rl.core.entry_point import ArgumentParser, uv_run
+from prime_rl.core.entry_point import ArgumentParser, exit_with_reader, uv_run
 from prime_rl.core.errors import ConfigError, translate_error, unwritable
 from prime_rl.entrypoints.init.byte_model import write_byte_model
 from prime_rl.entrypoints.init.data_columns import (
@@ -82,11 +82,12 @@ def main(arguments: Sequence[str]) -> None:
         if model:
             Path(_MODEL).mkdir()
             write_byte_model(Path(_MODEL), _template("tools.jinja"))
-    print("\n".join(examples.story))
-    print(f"wrote {', '.join([*files, *(f'{folder}/' for folder in model)])} for {hardware.description}")
-    print("next:")
-    print(f"  {uv_run('--extra', 'cpu' if is_cpu else 'gpu')}{_command(template, hardware)} @ {name}.toml")
-    print(f"  {uv_run()}page outputs")
+    with exit_with_reader():
+        print("\n".join(examples.story))
+        print(f"wrote {', '.join([*files, *(f'{folder}/' for folder in model)])} for {hardware.description}")
+        print("next:")
+        print(f"  {uv_run('--extra', 'cpu' if is_cpu else 'gpu')}{_command(template, hardware)} @ {name}.toml")
+        print(f"  {uv_run()}page outputs")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -257,6 +257,8 @@ class References:
 
         As TRL's `get_high_entropy_mask`, but over the whole minibatch, which does not depend on rows and ranks (I9).
         """
+        for row in minibatch.rows:
+            self._policy.check_row(row)
         entropies = [self._policy(row.to(self._world.device))[1].cpu() for row in minibatch.rows]
         masks = [
             row.loss_mask if row.rl_weights is None else row.loss_mask & (row.rl_weights != 0) for row in minibatch.rows
@@ -277,6 +279,7 @@ class References:
             return _logprobs(self._model, row.to(self._world.device))
 
     def _proximal(self, row: MicroBatch) -> Tensor:
+        self._policy.check_row(row)
         return _logprobs(self._policy, row.to(self._world.device))
 
 
