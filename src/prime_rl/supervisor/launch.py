@@ -109,14 +109,11 @@ def run(config: RLConfig, check: InputCheck, keep_serving: bool = False) -> int:
         else:
             displays = [
                 ConsoleProgress(
-                    run.run_paths,
-                    run.max_steps,
-                    console,
-                    name if len(runs) > 1 else "",
+                    run.run_paths, run.max_steps, console, name if len(runs) > 1 else "",
                     limit_key_of(run.max_concurrent, run.concurrency.adaptive),
                 )
                 for name, run in config.orchestrators.items()
-            ]
+            ]  # fmt: skip
             outcome = asyncio.run(_run(config, paths, displays, console, keep_serving))
             for display in displays:
                 display.refresh()

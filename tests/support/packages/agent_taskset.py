@@ -39,7 +39,7 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
         turn.begin(data.prompt)
         if self.config.leaves:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(turn.ask(self.config.stream), 2.5)  # the stream has begun
+                await asyncio.wait_for(turn.ask(self.config.stream), 2.5)  # the stream has started
         for number in range(5):
             calls = await turn.ask(self.config.stream)
             if not calls:

@@ -77,7 +77,7 @@ class TinkerConfig(RootConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if "" in self.aliases_of_model:
-            raise ValueError("aliases_of_model: a name is empty")
+            raise ValueError("aliases_of_model: a name is empty; remove it")
         for name, target in self.aliases_of_model.items():
             if target != self.model.name:
                 raise ValueError(
