@@ -50,6 +50,8 @@ class SFTConfig(TrainingConfig):
             raise ValueError(
                 f"model.seq_len = {self.model.seq_len} is for the RL trainer; the length of a row is data.seq_len here"
             )
+        if self.model.router_replay:
+            raise ValueError("model.router_replay is for the RL trainer: examples have no sampler; set it to false")
         data, val = self.data, self.val
         if data.type == "fake":
             if self.max_steps is None:

@@ -199,6 +199,7 @@ class TrainerConfig(TrainingConfig):
             f"weight_broadcast.type = {broadcast.type!r} {alone}": broadcast.type != "filesystem",
             f"model.tp or model.cp {alone}": model.tp > 1 or model.cp is not None,
             f"model.compile {alone}": model.compile is not None,
+            f"model.router_replay {alone}": model.router_replay,
             f"model.lora.dropout {alone}, which would share random numbers": lora.dropout > 0,
             f"offloading to the CPU {alone}": model.optim_cpu_offload or model.fsdp_cpu_offload,
             f"deterministic {alone}, whose rows share forward passes by time": self.deterministic,

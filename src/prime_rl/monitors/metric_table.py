@@ -181,6 +181,8 @@ _TRAINER_METRICS = (
     Metric("moe/max_violation", "", "largest load of an expert / mean load - 1, mean over the layers; 0 is balanced"),
     Metric("moe/idle_experts", "share", "experts without a token, mean over the layers"),
     Metric("moe/routing_confidence", "share", "share of the heaviest chosen expert in the weight of all chosen ones"),
+    Metric("routing/replayed", "share", "rl: with `model.router_replay`, choices of experts taken from the sampler"),
+    Metric("routing/disagreement", "share", "rl: recorded experts that the trainer's router would not have chosen"),
     Metric("val/loss", "nats", "sft: loss on the validation set, in a separate line whose `step` is the version"),
     Metric("progress/step", "steps", "steps since the beginning of the run, also after a resume"),
     Metric("progress/tokens", "tokens", "tokens of these steps, prompts included"),

@@ -63,6 +63,9 @@ class Batch:
         rl_weights, ce_weights, ref_kl_weights: float32 [T], weight of the token in each part of the loss. By default 1
             in the first part for every token of the mask, and 0 in the others.
         ref_logprobs: float32 [T], log-probability of the token under a reference or teacher model.
+        routed_experts: uint8 (up to 256 experts) or uint16 [T, L, k], the k > 1 experts that the sampler chose for the
+            token in each of the model's L layers; layers without experts hold zeros. If the ids of a token in a layer
+            are equal, there is no record, as for the last token of each sample, which the sampler did not process.
 
     From the manifest:
         sources: group_ids by environment and inference server, if there are several (`group_sources`).
@@ -87,6 +90,7 @@ class Batch:
     ce_weights: NDArray[np.float32] | None = None
     ref_kl_weights: NDArray[np.float32] | None = None
     ref_logprobs: NDArray[np.float32] | None = None
+    routed_experts: NDArray[np.uint8 | np.uint16] | None = None
     sources: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -113,11 +117,16 @@ class Batch:
         """Raise ValueError, naming the field, if an array violates the documented type, length or meaning."""
         arrays = self.arrays
         for field, array in arrays.items():
-            if array.dtype != (expected := _INTEGERS.get(field, np.float32)):
+            if field == "routed_experts":
+                if array.dtype not in (np.uint8, np.uint16):
+                    raise ValueError(f"{field} is {array.dtype}, not uint8 or uint16")
+                if array.ndim != 3 or array.shape[0] != len(self.tokens) or array.shape[2] < 2:
+                    raise ValueError(f"{field} has shape {array.shape}, not ({len(self.tokens)}, layers, experts > 1)")
+            elif array.dtype != (expected := _INTEGERS.get(field, np.float32)):
                 raise ValueError(f"{field} is {array.dtype}, not {expected}")
         tokens, samples = len(self.tokens), len(self.seq_lens)
         lengths = {"sample_group": samples, "sample_rollout": samples, "row_cost": self.rows}
-        lengths |= dict.fromkeys(TOKEN_ARRAYS & arrays.keys(), tokens)
+        lengths |= dict.fromkeys(TOKEN_ARRAYS & arrays.keys() - {"routed_experts"}, tokens)
         for name, length in lengths.items():
             if arrays[name].shape != (length,):
                 raise ValueError(f"{name} has shape {arrays[name].shape}, not ({length},)")
@@ -132,6 +141,10 @@ class Batch:
             raise ValueError("segment_ids are not the indices 0, 1, ... of the samples within each row, by seq_lens")
         if self.loss_mask[starts].any():
             raise ValueError("loss_mask is set on the first token of a segment, which has no log-probability")
+        if self.routed_experts is not None:
+            last = self.routed_experts[starts + self.seq_lens - 1]
+            if (last != last[..., :1]).any():
+                raise ValueError("routed_experts has a record for the last token of a sample")
         if not (np.isfinite(self.temperature).all() and (self.temperature > 0).all()):
             raise ValueError("temperature must be positive and finite for every token")
 
@@ -140,9 +153,9 @@ _INTEGERS = {"loss_mask": np.uint8, "row_offsets": np.int64, "sample_group": np.
 _INTEGERS |= dict.fromkeys(("tokens", "versions", "segment_ids", "seq_lens", "sample_rollout", "top_k"), np.int32)
 _FIELDS = {field.name: field for field in dataclasses.fields(Batch) if field.name != "sources"}
 TOKEN_ARRAYS = _FIELDS.keys() - {"row_offsets", "row_cost", "seq_lens", "sample_group", "sample_rollout"}
-"""Names of the arrays with T entries."""
+"""Names of the arrays with T entries or, of `routed_experts`, rows."""
 OPTIONAL_ARRAYS = tuple(name for name, field in _FIELDS.items() if field.default is None)
-"""Names of the optional arrays, all with T entries."""
+"""Names of the optional arrays, all of T tokens."""
 
 
 def write_batch(

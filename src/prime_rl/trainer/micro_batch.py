@@ -35,6 +35,7 @@ class MicroBatch:
     ce_weights: Tensor | None = None
     ref_kl_weights: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    routed_experts: Tensor | None = None  # uint8 or int16 [T, L, k]
     # float32 [T], of the trainer at the step's start; None if the loss does not need them
     proximal_logprobs: Tensor | None = None
     # bool [T], the tokens with a policy gradient; None: all of the mask
@@ -105,18 +106,18 @@ def make_micro_batch(
         sampler_logprobs=_floats(zeros if logprobs is None else logprobs),
         advantages=_floats(zeros if advantages is None else advantages),
         on_policy=torch.from_numpy(np.zeros(length, np.bool_) if on_policy is None else np.asarray(on_policy)),
-        **{name: torch.from_numpy(np.array(values)) for name, values in (streams or {}).items()},
+        **{name: _stream(values) for name, values in (streams or {}).items()},
         positions=positions,
     )
 
 
-def masked_row(streams: Mapping[str, np.dtype[Any]] | None = None) -> MicroBatch:
+def masked_row(streams: Mapping[str, NDArray[np.generic]] | None = None) -> MicroBatch:
     """Return the smallest row without trained tokens, which pads the number of micro-batches of a rank.
 
-    `streams` are names and dtypes of the other rows' optional streams, so that all ranks report the same means.
+    `streams` are the other rows' optional streams, of any number of tokens, so that all ranks report the same means.
     """
     nothing = np.zeros(2, np.int64)
-    zeros = {name: np.zeros(2, dtype) for name, dtype in (streams or {}).items()}
+    zeros = {name: np.zeros((2, *array.shape[1:]), array.dtype) for name, array in (streams or {}).items()}
     return make_micro_batch(nothing, nothing, [2], streams=zeros)
 
 
@@ -127,6 +128,11 @@ def _move(values: Tensor, device: torch.device) -> Tensor:
     """
     from_host = device.type == "cuda" and values.device.type == "cpu"
     return (values.pin_memory() if from_host else values).to(device, non_blocking=True)
+
+
+def _stream(values: NDArray[np.generic]) -> Tensor:
+    """Copy a stream; uint16 becomes int16 of the same bits, because torch has few operations on uint16."""
+    return torch.from_numpy(np.array(values.view(np.int16) if values.dtype == np.uint16 else values))
 
 
 def _floats(values: NDArray[np.floating]) -> Tensor:

@@ -145,6 +145,6 @@ def test_metric_is_reported_for_batches_with_sampling_parameters_only(tiny):
 
 def test_row_without_trained_tokens_has_a_mask(tiny):
     policy = load_policy(TrainerModelConfig(name=str(tiny)), seed=0)
-    logprobs, *_, left_out = policy(masked_row({"top_p": np.dtype(np.float32)}))
+    logprobs, *_, left_out = policy(masked_row({"top_p": np.ones(3, np.float32)}))
     logprobs.sum().backward()
     assert not left_out.any()

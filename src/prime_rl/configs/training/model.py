@@ -186,6 +186,10 @@ class TrainerModelConfig(NameConfig):
     lora: LoRAConfig | None = Field(None, json_schema_extra=common("Memory and parallelism"))
     """Train a LoRA adapter; None trains all weights."""
 
+    router_replay: bool = False
+    """Mixtures of experts: train each token with the experts that the sampler chose for it (router replay, R3). The
+    inference server needs enable_return_routed_experts."""
+
     debug: DebugModelConfig = Field(default_factory=DebugModelConfig)
     """Shrink or randomise the model for quick tests."""
 
@@ -193,6 +197,8 @@ class TrainerModelConfig(NameConfig):
     def _check(self) -> Self:
         if self.cp is not None and self.attn not in ("auto", "varlen"):
             raise ValueError(f"cp: attention {self.attn!r} would see one slice of a row; set model.attn='varlen'")
+        if self.router_replay and self.compile is not None:
+            raise ValueError("router_replay does not support compile; remove model.compile, or set it to false")
         if self.lora is not None and self.tp > 1:
             raise ValueError(f"lora does not support tp = {self.tp}: an adapter cannot be divided; set model.tp=1")
         return self

@@ -6,7 +6,7 @@ FSDP shards the wrapper as its root: the output embedding is used in the root's 
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from prime_rl.storage.model_files import find_model, find_tokenizer, refuse_quan
 from prime_rl.trainer.micro_batch import MicroBatch, TargetRow
 from prime_rl.trainer.model import varlen_attention
 from prime_rl.trainer.model.lm_head import SamplingMask, check_output_head, token_logprobs
+from prime_rl.trainer.model.routing import RouterLoadBalance, RouterReplay, num_experts
 from prime_rl.trainer.model.varlen_attention import (
     fix_frequencies,
     max_dynamic_length,
@@ -51,8 +52,13 @@ class PolicyModel(nn.Module):
     """A causal language model that returns temperature-scaled log-probabilities of a row's tokens."""
 
     def __init__(
-        self, causal_lm: PreTrainedModel, logprob_chunk: int | None = None, revision: str | None = None
+        self,
+        causal_lm: PreTrainedModel,
+        logprob_chunk: int | None = None,
+        revision: str | None = None,
+        replays_routes: bool = False,
     ) -> None:
+        """Change `causal_lm` in place. `replays_routes` raises ConfigError as `RouterReplay`."""
         super().__init__()
         self.revision = revision  # of the base model on the hub
         self.causal_lm = causal_lm
@@ -62,6 +68,7 @@ class PolicyModel(nn.Module):
         self.entropy_gradient = False
         self.context_parallel = ContextParallel()  # the ranks that share each row; set by `shard_policy`
         self.routing = RouterLoadBalance(causal_lm)
+        self.replay = RouterReplay(causal_lm) if replays_routes else None
         _route_in_float32(causal_lm)
         self._is_recurrent = _segment_recurrent_layers(causal_lm)
         # A method of the output head, so that FSDP can gather the head's weight for it.
@@ -81,6 +88,8 @@ class PolicyModel(nn.Module):
             return (self._score_targets(row),)
         part = self.context_parallel.slice(row)
         self.routing.counted = part.num_tokens if len(row.scored) else 0
+        if self.replay is not None:
+            self.replay.begin_row(part.routed_experts, row.segment_ids, part.begin, counts=len(row.scored) > 0)
         hidden = self._hidden(part)
         scored = part.scored
         temperature = row.temperature[scored] * self._logit_divisor
@@ -106,6 +115,8 @@ class PolicyModel(nn.Module):
         """Return the log-probabilities of the row's targets at temperature 1, float32 [M]."""
         whole = RowSlice(row.tokens, row.position_ids, row.boundaries, row.longest, 0, len(row.tokens), row.positions)
         self.routing.counted = whole.num_tokens
+        if self.replay is not None:
+            self.replay.begin_row(None)
         head, temperature = self.causal_lm.get_output_embeddings(), torch.ones_like(row.targets, dtype=torch.float32)
         logprobs, _, _ = head.token_logprobs(
             self._hidden(whole).index_select(0, row.positions),
@@ -153,8 +164,10 @@ class PolicyModel(nn.Module):
     def check_row(self, row: MicroBatch) -> None:
         """Check that tokens and positions of a row on the host have embeddings; on a GPU the process would abort.
 
-        Raises ConfigError if a token or a sample's length is too large.
+        Raises ConfigError if a token or a sample's length is too large, or as `RouterReplay.check`.
         """
+        if self.replay is not None:
+            self.replay.check(row.routed_experts)
         self.check_range(int(row.tokens.min()), int(row.tokens.max()), row.longest)
 
     def check_range(self, lowest: int, highest: int, longest: int) -> None:
@@ -217,9 +230,8 @@ def _route_in_float32(model: nn.Module) -> None:
     precision of the forward pass, in which they are published.
     """
     for block in model.modules():
-        experts = block._modules.get("experts")
         router = block._modules.get("gate", block._modules.get("router"))
-        if router is not None and experts is not None and any(p.ndim == 3 for p in experts.parameters(recurse=False)):
+        if router is not None and num_experts(block):
             for module in router.modules():
                 kind: Any = type(module)
                 module.__class__ = _float32_class(kind, tuple(module._parameters), module is router)
@@ -276,7 +288,7 @@ def build_policy(config: TrainerModelConfig) -> PolicyModel:
     with suppress(OSError):  # the file is optional
         causal_lm.generation_config = GenerationConfig.from_pretrained(directory)
     # Evaluation mode disables dropout, so that trainer and sampler agree (I6).
-    return PolicyModel(causal_lm.eval(), config.logprob_chunk_size, config.revision)
+    return PolicyModel(causal_lm.eval(), config.logprob_chunk_size, config.revision, config.router_replay)
 
 
 def load_tokenizer(config: TokenizerConfig, model: TrainerModelConfig) -> PreTrainedTokenizerBase:
@@ -369,71 +381,3 @@ def _own_attention(name: str) -> ConfigError:
     return ConfigError(
         f"model.name: {name} does not use transformers' attention interface, so packed rows are not supported"
     )
-
-
-_ROUTING_METRICS = ("moe/max_violation", "moe/idle_experts", "moe/routing_confidence")
-
-
-class RouterLoadBalance:
-    """Counts the experts that the routers of a mixture choose in every layer, without reads from the device.
-
-    Counts are summed over all rows and ranks of a step before any division, so they do not depend on the world size
-    (I9). Rows without trained tokens, which only pad the ranks, are not counted.
-
-    Hooks observe the calls of the experts, whose arguments are the states, the chosen experts and their weights.
-    Recomputation in the backward pass counts a layer twice, which changes no quotient.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Observe the experts of `model`; call it before expert parallelism divides them."""
-        self.counted = 0  # tokens to count in the next calls; the remaining tokens are padding
-        self._experts: list[int] = []
-        # Per layer: tokens of each expert; sum over tokens of the heaviest expert's fraction of the weight; tokens.
-        self._counts: dict[int, Tensor] = {}
-        self.run = 0  # whose rows are processed, if several runs share the model
-        for module in model.modules():
-            stacked = module._parameters.get("down_proj")
-            if stacked is not None and stacked.ndim == 3:
-                module.register_forward_pre_hook(self._make_hook(len(self._experts)))
-                self._experts.append(stacked.shape[0])
-
-    @property
-    def is_moe(self) -> bool:
-        """Whether the model has experts."""
-        return bool(self._experts)
-
-    def reduce(self, sum_ranks: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, float | None]:
-        """Return the metrics since the last call and reset the counts; a collective call.
-
-        Empty for a dense model. For a mixture, means over the layers, or None without counted tokens:
-        `moe/max_violation`, largest load of an expert over the mean load, minus 1; 0 is perfect balance (Wang et al.
-        2024, arXiv:2408.15664, section 4.1). `moe/idle_experts`, fraction of experts without tokens.
-        `moe/routing_confidence`, weight of the heaviest chosen expert over the weight of all chosen experts.
-        """
-        if not self._experts:
-            return {}
-        counts = self._counts.pop(self.run, self._zeros(device))
-        layers = [(row[:n], row[-2] / row[-1]) for n, row in zip(self._experts, sum_ranks(counts), strict=True)]
-        violation = torch.stack([load.max() / load.mean() - 1 for load, _ in layers])
-        idle = torch.stack([(load == 0).double().mean() for load, _ in layers])
-        confidence = torch.stack([fraction for _, fraction in layers])
-        counted = bool(counts[0].any())
-        means = torch.stack([violation, idle, confidence]).mean(1).tolist()
-        return {name: mean if counted else None for name, mean in zip(_ROUTING_METRICS, means, strict=True)}
-
-    def _make_hook(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def before(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if self.counted and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                chosen, weights = (x[: self.counted].detach() for x in arguments[1:3])  # [tokens, chosen]
-                weights = weights.double()
-                if self.run not in self._counts:
-                    self._counts[self.run] = self._zeros(chosen.device)
-                row = self._counts[self.run][layer]
-                row.scatter_add_(0, chosen.flatten(), torch.ones_like(weights).flatten())
-                row[-2] += (weights.amax(1) / weights.sum(1)).sum()
-                row[-1] += len(weights)
-
-        return before
-
-    def _zeros(self, device: torch.device) -> Tensor:
-        return torch.zeros(len(self._experts), max(self._experts) + 2, dtype=torch.float64, device=device)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
@@ -269,6 +270,7 @@ class RowSlice:
     begin: int  # position of the slice's first token in the row
     num_tokens: int  # number of tokens before the padding
     scored: Tensor  # int64, positions in the row of the trained tokens that the states of this slice predict
+    routed_experts: Tensor | None = None  # [t, L, k], as in `MicroBatch`
 
 
 class ContextParallel:
@@ -281,7 +283,8 @@ class ContextParallel:
     def slice(self, row: MicroBatch) -> RowSlice:
         """Return this rank's slice of `row`."""
         if self._group is None:
-            return RowSlice(row.tokens, row.position_ids, row.boundaries, row.longest, 0, len(row.tokens), row.scored)
+            whole = (row.tokens, row.position_ids, row.boundaries, row.longest, 0, len(row.tokens), row.scored)
+            return RowSlice(*whole, row.routed_experts)
         tokens, position_ids, boundaries, longest = row.tokens, row.position_ids, row.boundaries, row.longest
         if padding := -len(tokens) % self.size:
             positions = torch.arange(padding, device=tokens.device)
@@ -295,7 +298,10 @@ class ContextParallel:
         first, last = np.searchsorted(row.scored_on_host, [begin, begin + length], side="right")
         scored = row.scored[first:last]
         num_tokens = min(max(len(row.tokens) - begin, 0), length)
-        return RowSlice(tokens[mine], position_ids[mine], boundaries, longest, begin, num_tokens, scored)
+        routes = None if row.routed_experts is None else row.routed_experts[mine]
+        if routes is not None:
+            routes = F.pad(routes, (0, 0, 0, 0, 0, length - num_tokens))
+        return RowSlice(tokens[mine], position_ids[mine], boundaries, longest, begin, num_tokens, scored, routes)
 
     def sum_slices(self, values: Tensor) -> Tensor:
         """Sum values [..., T] over the ranks; each rank has the values of its slice, and 0 elsewhere."""

@@ -195,7 +195,8 @@ class NodeRanks(RankConsensus):
         for name, dtype, shape in layout if self._world.size > 1 else ():
             if not self.is_first:
                 arrays[name] = np.empty(shape, dtype)
-            dist.broadcast(torch.from_numpy(arrays[name]), self._first, self._group)
+            # As bytes, because gloo does not know all types.
+            dist.broadcast(torch.from_numpy(arrays[name].reshape(-1).view(np.uint8)), self._first, self._group)
         return arrays, result
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import branch_of_batch
 from prime_rl.storage.wait_for import DeadlineError, wait_in_turns
 from prime_rl.trainer.micro_batch import PADDING_ROW, MicroBatch, assign_rows, make_micro_batch, masked_row
+from prime_rl.trainer.model.routing import RouterReplay
 from prime_rl.trainer.parallel.process_group import ALONE, Arrays, NodeRanks, World
 from prime_rl.trainer.process_setup import StopRequest
 from prime_rl.trainer.train_step import Counts, Minibatch
@@ -44,6 +46,7 @@ class BatchSource:
         stop: StopRequest | None = None,
         world: World = ALONE,
         node: NodeRanks | None = None,
+        replay: RouterReplay | None = None,
     ) -> None:
         """Read nothing yet.
 
@@ -57,10 +60,12 @@ class BatchSource:
             stop: ends a wait.
             world: all ranks.
             node: the ranks of this node; None is this rank alone.
+            replay: of the policy; fake batches have records for it.
         """
         self._config, self._paths, self._vocabulary, self._branch = config, paths, vocabulary, branch
         self._check_publisher, self._heartbeat, self._check_first = check_publisher, heartbeat, check_first
         self._stop, self._world, self._node = stop, world, node or NodeRanks(ALONE)
+        self._replay = replay
         self._orchestrator = _orchestrator_monitor(config, paths)
         self._monitors_peer = _monitors_peer()
 
@@ -79,7 +84,9 @@ class BatchSource:
         if self._stop is not None and self._stop.agree(step):
             return None
         if config.data.fake is not None:
-            return fake_batch(config.data.fake, self._vocabulary, config.model.seq_len, config.seed, step)
+            batch = fake_batch(config.data.fake, self._vocabulary, config.model.seq_len, config.seed, step)
+            routes = None if self._replay is None else fake_routes(batch.seq_lens, self._replay, config.seed, step)
+            return replace(batch, routed_experts=routes)
         load = partial(load_batch, config, step, self._node, self._check_publisher)
         batch, manifest = load() if self._node.is_everyone else self._world.run_on_all(load, f"reading {path}")
         if step == 0:
@@ -134,7 +141,8 @@ def load_batch(
 
     def read() -> tuple[Arrays, dict[str, Any]]:
         batch, manifest = _read_batch(config, step, check)
-        return batch.arrays, manifest
+        unused = set() if config.model.router_replay else {"routed_experts"}
+        return {name: array for name, array in batch.arrays.items() if name not in unused}, manifest
 
     arrays, manifest = node.share(read)
     return Batch(**arrays, sources=manifest.get("sources", {})), manifest
@@ -225,12 +233,21 @@ def fake_batch(config: FakeDataConfig, vocabulary: int, row_length: int, seed: i
     )
 
 
+def fake_routes(lengths: NDArray[np.integer], replay: RouterReplay, seed: int, step: int) -> NDArray[Any]:
+    """Draw records [T, L, k] for samples of `lengths` tokens, a function of `seed` and `step`."""
+    random, count = np.random.default_rng([seed, step, 1]), min(replay.num_experts.values())
+    draw = partial(random.integers, size=(int(np.sum(lengths)), replay.num_layers, 1), dtype=np.uint16)
+    ids = (draw(0, count) + draw(1, count // replay.top_k + 1) * np.arange(replay.top_k, dtype=np.uint16)) % count
+    ids[np.cumsum(lengths) - 1] = 0
+    return ids.astype(np.uint8) if count <= 256 else ids
+
+
 def _minibatch(batch: Batch, step: int, rows: Sequence[int], world: World, max_tokens: int) -> Minibatch:
     assigned = assign_rows(batch.row_cost[list(rows)], world.data_size, step)
     rows_of_rank = [[rows[i] for i in indices if i != PADDING_ROW] for indices in assigned]
     own_rows = rows_of_rank[world.data_rank]
     parts = [own_rows[part] for part in _cut_micro_batches(batch, rows_of_rank, max_tokens)]
-    streams = {name: array.dtype for name, array in batch.arrays.items() if name in OPTIONAL_ARRAYS}
+    streams = {name: array[:0] for name, array in batch.arrays.items() if name in OPTIONAL_ARRAYS}
     return Minibatch(
         rows=[make_row(batch, part, step) if part else masked_row(streams) for part in parts],
         counts=_count(batch, rows),

@@ -239,8 +239,8 @@ class ActiveRun:
         """Return a micro-batch of this iteration, or a padding row with the same streams."""
         assert self.batch is not None
         if row is None:
-            names = (name for name in OPTIONAL_ARRAYS if name in self.batch.arrays)
-            return masked_row({name: self.batch.arrays[name].dtype for name in names})
+            arrays = self.batch.arrays.items()
+            return masked_row({name: array[:0] for name, array in arrays if name in OPTIONAL_ARRAYS})
         if row not in self._rows:
             self._rows[row] = make_row(self.batch, micro_batches[row], self.step)
         return self._rows[row]

@@ -275,6 +275,7 @@ class References:
         assert self._model is not None
         with translate_error(ConfigError, lambda error: ConfigError(f"reference.name: {error}")):
             self._model.check_row(row)
+        row = replace(row, routed_experts=None)  # the reference model chooses its own experts
         with _adapters_off(self._policy) if self._without_adapters else torch.no_grad():
             return _logprobs(self._model, row.to(self._world.device))
 
@@ -285,7 +286,8 @@ class References:
 
 def _load_reference(config: TrainerConfig, name: str, world: World) -> PolicyModel:
     """Load a frozen model, sharded like the policy, in the precision of the forward pass."""
-    changed: dict[str, Any] = {"name": name, "lora": None, "ac": None, "ac_offloading": None}
+    changed: dict[str, Any] = {"name": name, "router_replay": False}
+    changed |= dict.fromkeys(("lora", "ac", "ac_offloading"))
     if name != config.model.name:
         changed["debug"] = DebugModelConfig()  # a teacher is complete even if the policy is shrunk or random
     with translate_error(ConfigError, lambda error: ConfigError(f"reference.name = {name!r}: {error}")):

@@ -99,6 +99,7 @@ def train(config: TrainerConfig, heartbeat: HeartbeatWriter) -> bool:
         batches = BatchSource(
             config, paths, policy.vocabulary, run.publisher.check, heartbeat, checkpoints.required_branch,
             partial(check_version_0, config, policy, world), checkpoints.stop_request, world, node,
+            policy.replay,
         )  # fmt: skip
 
         heartbeat.enter("restore")
