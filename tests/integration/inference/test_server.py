@@ -194,7 +194,7 @@ def test_port_in_use_is_an_error_at_once(models):
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("/no/such/model", "does not exist"), ("nobody/no-such-model", "is not a directory and cannot be downloaded")],
+    [("/no/such/model", "does not exist"), ("nobody/no-such-model", "is not in the cache, and")],
 )
 def test_missing_model_is_an_error(name, problem):
     assert f"model.name = {name} {problem}" in _fails(
