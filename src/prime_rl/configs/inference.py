@@ -173,6 +173,9 @@ class InferenceConfig(RootConfig):
     max_lora_rank: int = Field(16, ge=1, le=512)
     """Maximum rank of an adapter."""
 
+    enable_return_routed_experts: bool = False
+    """Return the experts of each token, which a trainer with `model.router_replay` needs; `rl` sets it for one."""
+
     seed: int = Field(0, ge=0)
     """Seed of the sampler for requests without a seed."""
 

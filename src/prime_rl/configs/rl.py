@@ -247,6 +247,8 @@ class RLConfig(RunConfig):
                 raise ValueError(f"{key}.publish = 'adapter' needs inference.enable_lora = true; or publish 'merged'")
             if limit < lora.rank:
                 raise ValueError(f"{key}.rank = {lora.rank} is more than inference.max_lora_rank = {limit}")
+        if self.trainer.model.router_replay and self.inference and not self.inference.enable_return_routed_experts:
+            raise ValueError("trainer.model.router_replay needs inference.enable_return_routed_experts = true")
         served = self.inference_gpu_ids if self.inference else None
         evaluated = self.orchestrator.eval.base_url if self.orchestrator.eval else None
         tensor_parallel = self.inference.parallel.tp if self.inference else 1

@@ -307,6 +307,9 @@ def _complete_server(state: ConfigState) -> None:
         for key, value in (("enable_lora", True), ("max_lora_rank", state.get(f"{lora}.rank", None))):
             if value is not None:
                 state.fill(f"inference.{key}", value, state.origin(f"{lora}.publish"))
+    replay = "trainer.model.router_replay"
+    if str(state.get(replay)).lower() in ("true", "1"):
+        state.fill("inference.enable_return_routed_experts", True, state.origin(replay))
     if number(state, "max_restarts"):  # wait for the server as long as for its first start
         key = "wait_timeout_seconds"
         longest = state.get(f"orchestrator.{key}", OrchestratorConfig.model_fields[key].default)

@@ -13,7 +13,7 @@ from prime_rl.configs.loading.provenance import ConfigState
 from prime_rl.configs.monitoring import METRIC_LOGGERS, WANDB_ALIASES
 from prime_rl.configs.training.broadcast import BroadcastConfig, FileBroadcastConfig, check_transfer
 from prime_rl.configs.training.loss import AIPOLossConfig, LossConfig, ReferenceConfig
-from prime_rl.liveness.run_settings import ADAPTER_RANK, RunSettings, describe_model
+from prime_rl.liveness.run_settings import ADAPTER_RANK, REPLAYS_ROUTES, RunSettings, describe_model
 
 
 class FakeDataConfig(BaseConfig):
@@ -148,6 +148,7 @@ class TrainerConfig(TrainingConfig):
             "model.revision": self.model.revision,
             "tokenizer.name": describe_model(self.tokenizer.name or self.model.name),
             ADAPTER_RANK: lora.rank if lora is not None and lora.publish == "adapter" else None,
+            REPLAYS_ROUTES: int(self.model.router_replay),
             "model.seq_len": self.model.seq_len,
             "max_steps": self.max_steps,
             "async_level": self.async_level,

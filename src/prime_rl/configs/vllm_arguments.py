@@ -50,9 +50,11 @@ ELSEWHERE: Mapping[str, str] = {
     "enable_lora": "enable_lora",
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",
+    "enable_return_routed_experts": "enable_return_routed_experts",
     "log_level": "log.level",
     "logging_config": "log.level",
     "log_config_file": "log.level",
+    "aux_output_config": "enable_return_routed_experts",
     "hf_token": "the environment variable HF_TOKEN",
 }
 
@@ -154,11 +156,11 @@ ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_ciphers ssl_keyfile tokenizer_mode t
 tool_server tool_strict_level trust_request_chat_template trust_request_mm_kwargs uvicorn_log_level
 """
 _MODEL = """
-allow_deprecated_quantization code_revision dtype enable_return_routed_experts enforce_eager max_logprobs
+allow_deprecated_quantization code_revision dtype enforce_eager max_logprobs
 model_class_overrides model_impl quantization return_sampling_mask seed trust_remote_code use_fp64_gumbel
 download_dir ignore_patterns model_loader_extra_config pt_load_map_location safetensors_prefetch_block_size
 safetensors_prefetch_num_threads use_tqdm_on_load reasoning_config reasoning_parser reasoning_parser_plugin
-structured_outputs_config aux_output_config disable_sliding_window
+structured_outputs_config disable_sliding_window
 """
 _EXECUTION = """
 additional_config all2all_backend async_scheduling attention_backend attention_config block_size compilation_config

@@ -35,6 +35,31 @@ class PolicyVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts that the sampler chose for n tokens in a row, for router replay.
+
+    Attributes:
+        dtype: numpy's name of the element type, |u1 or <u2.
+        shape: n, layers of the model (those without experts hold zeros), experts per token.
+        data: the elements in C order.
+    """
+
+    dtype: Literal["|u1", "<u2"]
+    shape: tuple[int, int, int]
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Self:
+        """Store an array [n, layers, experts per token] of uint8 or uint16."""
+        return cls("|u1" if array.dtype == np.uint8 else "<u2", array.shape, array.tobytes())
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The ids of the experts. Raises ValueError if `data` has another size than `shape`."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One token sequence to train on; entry t of every array describes token t.
 
@@ -44,6 +69,7 @@ class Sample:
         logprobs: float32 [T], the sampler's log-probability of the token (0 if it was not sampled).
         versions: int32 [T], step of the policy version that sampled the token (-1 if none did).
         credits: int32 [T], index of the token's credit in `Rollout.credits`; None: the first of all tokens.
+        routes: of all T tokens, zeros for the last one, which no sampler has processed; None: not recorded.
     """
 
     tokens: NDArray[np.int32]
@@ -51,6 +77,7 @@ class Sample:
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     credits: NDArray[np.int32] | None = None
+    routes: Routes | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -293,4 +293,5 @@ def _request_bytes(request: SampleRequest) -> int:
 
 
 def _num_bytes(completion: Completion) -> int:
-    return len(completion.token_ids) + len(completion.logprobs) + 64
+    routes = 0 if completion.routes is None else len(completion.routes.data)
+    return len(completion.token_ids) + len(completion.logprobs) + routes + 64

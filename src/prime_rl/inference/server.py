@@ -56,7 +56,7 @@ from prime_rl.inference.vllm.engine_arguments import read_engine_error
 from prime_rl.liveness.heartbeat_monitor import SERVING
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.parent_process import ENGINE_DIRECTORY, ENGINE_SERVER, NODE_VARIABLE, is_supervised
-from prime_rl.liveness.run_settings import MAX_ADAPTER_RANK, SERVED_DTYPE, SERVED_LENGTH
+from prime_rl.liveness.run_settings import MAX_ADAPTER_RANK, RECORDS_ROUTES, SERVED_DTYPE, SERVED_LENGTH
 from prime_rl.storage.checkpoint_artifacts import write_json
 from prime_rl.storage.weights.canary import PolicyCanary, canary_tokens
 
@@ -281,6 +281,7 @@ async def _make_app(
     settings = {
         "model.name": name, "model.revision": config.model.revision, SERVED_DTYPE: engine.dtype,
         SERVED_LENGTH: client.model_config.max_model_len, MAX_ADAPTER_RANK: max_rank,
+        RECORDS_ROUTES: int(config.enable_return_routed_experts),
     }  # fmt: skip
     app.include_router(make_router(slots, name, access.admin_refusal, adapters, canary, tolerance, settings))
     return app, slots.base, pause, TokenGenerator(client, app.state, prepare, send)

@@ -15,6 +15,8 @@ PUBLISHED_DTYPE, SERVED_DTYPE = "weight_broadcast.dtype", "model.dtype"
 ADAPTER_RANK, MAX_ADAPTER_RANK = "model.lora.rank", "max_lora_rank"
 """None if the trainer publishes no adapters, or the server accepts none."""
 SAMPLED_LENGTH, SERVED_LENGTH = "seq_len", "model.max_model_len"
+REPLAYS_ROUTES, RECORDS_ROUTES = "model.router_replay", "enable_return_routed_experts"
+"""0 or 1."""
 MAX_RUNS = "max_concurrent_runs"
 """1 for a trainer without this setting."""
 RUN_KEYS = "keys of the run's training"
@@ -63,6 +65,11 @@ def _find_excess(limiting: ProcessSettings, limited: ProcessSettings) -> str | N
         return (
             f"model.lora.publish = adapter {limited.place} needs a server with enable_lora = true, and it is false "
             f"{limiting.place}; add --enable-lora there, or set model.lora.publish to merged"
+        )
+    if limited.values.get(REPLAYS_ROUTES) and limiting.values.get(RECORDS_ROUTES) == 0:
+        return (
+            f"{REPLAYS_ROUTES} = true {limited.place} needs a server that records the experts of each token, and the "
+            f"one {limiting.place} does not; add --enable-return-routed-experts there"
         )
     is_single = ADAPTER_RANK in limiting.values and limiting.values.get(MAX_RUNS, 1) == 1
     if is_single and (keys := limited.values.get(RUN_KEYS)):

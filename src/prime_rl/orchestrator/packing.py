@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from prime_rl.configs.base_model import NameConfig
 from prime_rl.core.errors import ConfigError, RunError, summarize_exception
-from prime_rl.core.types import Group
+from prime_rl.core.types import Group, Sample
 from prime_rl.storage.batch import Batch
 from prime_rl.storage.model_files import find_model
 
@@ -185,6 +185,7 @@ def pack(
         sample_group=np.array([group.group_id for _, group, *_ in ordered], np.int64),
         sample_rollout=np.array([index for _, _, index, _ in ordered], np.int32),
         **_truncation([group for _, group, *_ in ordered], seq_lens),
+        routed_experts=_routed_experts(samples),
     )
 
 
@@ -242,6 +243,16 @@ def _truncation(groups: Sequence[Group], seq_lens: NDArray[np.int32]) -> dict[st
     }
     neutral = {"top_k": 0, "top_p": 1, "min_p": 0}
     return {name: np.repeat(cut, seq_lens) for name, cut in cuts.items() if (cut != neutral[name]).any()}
+
+
+def _routed_experts(samples: Sequence[Sample]) -> NDArray[Any] | None:
+    """Return the routes of all tokens, zeros where none are recorded; None without any."""
+    recorded = [sample.routes.array for sample in samples if sample.routes is not None]
+    if not recorded:
+        return None
+    shape, dtype = recorded[0].shape[1:], recorded[0].dtype
+    parts = [np.zeros((len(s), *shape), dtype) if s.routes is None else s.routes.array for s in samples]
+    return np.concatenate(parts)
 
 
 def _round_number(count: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.core.types import Conversation, Credit, Rollout, Sample
+from prime_rl.core.types import Conversation, Credit, Rollout, Routes, Sample
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer, PromptTooLong
 from prime_rl.rollouts.rendering.messages import (
@@ -188,7 +188,11 @@ class Recorder:
         limits = {"max_tokens": min(available, sampling.get("max_tokens") or available)}
         if minimum := sampling.get("min_tokens"):
             limits["min_tokens"] = min(minimum, limits["max_tokens"])
+        if known := self._builder.find_known_routes(prompt.ids):
+            limits["routed_experts_prompt_start"] = known
         generation = await sampler.generate(prompt.ids.tolist(), {**sampling, **limits})
+        if self._keep_messages:  # such rollouts are not trained on
+            generation = replace(generation, routes=None)
         parsed, stop = self._renderer.parse(prompt, generation, tools), None
         if stops := sampling.get("stop"):  # vLLM keeps the stop string in the tokens, other servers return no such text
             text_length, ids = self._renderer.text_length, generation.token_ids.tolist()
@@ -337,6 +341,13 @@ class SampleBuilder:
         self._turns.append(turn)
         return turn
 
+    def find_known_routes(self, prompt_ids: NDArray[np.int32]) -> int:
+        """Return the number of first tokens of a prompt whose routes an earlier turn has recorded."""
+        if self._branching or not any(turn.generation.routes for turn in self._turns):
+            return 0
+        parent = self._find_parent(prompt_ids)
+        return 0 if parent is None or parent.generation.routes is None else parent.end - 1
+
     def samples(
         self, trained: Callable[[Turn], Mask] = lambda _: True, credits: Mapping[Turn, int] | None = None
     ) -> tuple[Sample, ...]:
@@ -389,4 +400,17 @@ def _sample(turns: list[tuple[Turn, Mask]], credits: Mapping[Turn, int] | None) 
         logprobs[span], versions[span] = turn.generation.logprobs, turn.generation.versions
         if mask is not True:
             logprobs[span][~loss_mask[span]], versions[span][~loss_mask[span]] = 0, -1
-    return Sample(last.sequence.ids[: last.end], loss_mask, logprobs, versions, owners)
+    return Sample(last.sequence.ids[: last.end], loss_mask, logprobs, versions, owners, _routes(last))
+
+
+def _routes(last: Turn) -> Routes | None:
+    """Return the routes of the tokens up to the end of a turn, each from the first turn that has recorded it."""
+    turns = [last, *_ancestors(last)]
+    recorded = [(turn, turn.generation.routes) for turn in turns if turn.generation.routes is not None]
+    if len(recorded) < len(turns):
+        return None
+    arrays = [(slice(turn.generation.routes_start, turn.end - 1), routes.array) for turn, routes in recorded]
+    whole = np.zeros((last.end, *arrays[0][1].shape[1:]), arrays[0][1].dtype)
+    for span, array in arrays:  # the earliest turn last
+        whole[span] = array
+    return Routes.of(whole)

@@ -136,6 +136,7 @@ LOADED = [
     (RLConfig, f"--inference {ADAPTER} --trainer.model.lora.publish merged",
      {"inference.enable_lora": False, "inference.max_lora_rank": 16}),
     (RLConfig, ADAPTER, {"inference": None}),
+    (RLConfig, "--inference --trainer.model.router-replay", {"inference.enable_return_routed_experts": True}),
     # the run has its own slot
     (RLConfig, f"{ADAPTER} --output-dir 'runs/my run'", {"orchestrator.model.lora.name": "my_run"}),
     (RLConfig, f"{ADAPTER} --orchestrator.model.lora.name mine", {"orchestrator.model.lora.name": "mine"}),
@@ -361,6 +362,8 @@ def test_variables_are_below_a_resolved_file_and_unread_by_processes_of_rl(monke
          ["lora.publish = 'adapter' needs inference.enable_lora = true"]),
         (RLConfig, ["--inference", *ADAPTER.split(), "--inference.max-lora-rank", "8"],
          ["lora.rank = 24 is more than inference.max_lora_rank = 8"]),
+        (RLConfig, ["--inference", "--trainer.model.router-replay", "--no-inference.enable-return-routed-experts"],
+         ["router_replay needs inference.enable_return_routed_experts = true"]),
         (RLConfig, ["--trainer.max-concurrent-runs", "4"], ["max_concurrent_runs = 4 needs --model.lora"]),
         (OrchestratorConfig, ["--length-aware-admission=many"], ["length_aware_admission"]),
         *((OrchestratorConfig, ["--client.base-url", url], ["client.base_url =", "is not a URL such as http://localhost"])

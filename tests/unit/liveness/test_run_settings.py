@@ -50,6 +50,10 @@ def test_find_difference_names_the_setting_and_both_places(changes, difference):
         ({"model.lora.rank": 16}, {}, "model.lora.publish = adapter here needs a server with enable_lora = true"),
         ({"model.lora.rank": 16}, {"max_lora_rank": 16}, None),
         ({"model.lora.rank": 17}, {"max_lora_rank": 16}, "model.lora.rank = 17 here is above max_lora_rank = 16 there"),
+        ({"model.router_replay": 1}, {"enable_return_routed_experts": 1}, None),
+        ({"model.router_replay": 0}, {"enable_return_routed_experts": 0}, None),
+        ({"model.router_replay": 1}, {"enable_return_routed_experts": 0}, "model.router_replay = true here needs a "
+             "server that records the experts of each token, and the one there does not; add --enable-return-routed"),
         ({"seq_len": 512}, {}, None),
         ({"seq_len": 513}, {}, "seq_len = 513 here is above model.max_model_len = 512 there; set model.max_model_len"),
         ({"model.name": "folder/m"}, {}, "model.name = folder/m here and m there"),

@@ -1,6 +1,8 @@
 """Packing keeps every token once, without padding, in few rows of similar cost; the cost against manual counts."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.configs.base_model import NameConfig
-from prime_rl.core.types import Group, Rollout, Sample
+from prime_rl.core.types import Group, Rollout, Routes, Sample
+from prime_rl.orchestrator.ledger.ledger_records import decode_group, encode_group
 from prime_rl.orchestrator.packing import (
     TOKENS,
     RowCost,
@@ -19,6 +22,7 @@ from prime_rl.orchestrator.packing import (
     row_cost,
     vocabulary_size,
 )
+from prime_rl.rollouts.workers.protocol import GroupFinished, decode_report, frame
 from prime_rl.trainer.micro_batch import PADDING_ROW, assign_rows
 
 QUADRATIC = RowCost(body=1.0, head=0.5, attention=0.25)  # sums are exact
@@ -301,3 +305,24 @@ def test_row_cost_equals_the_trainers_count(name, tmp_path):
     assert (cost.body, cost.head) == (built.body, built.head)
     counted = {size: flops for size, flops in ((0, cost.attention), (cost.window, cost.windowed)) if flops}
     assert counted == built.attention
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_pack_keeps_the_routes_of_each_token(dtype):
+    """Also through the ledger and the connection to a worker; zeros for samples without routes."""
+
+    def with_routes(one):
+        shape = (len(one), 3, 2)
+        return replace(one, routes=Routes.of(np.arange(np.prod(shape), dtype=dtype).reshape(shape)))
+
+    groups = [group(0, [[(3, 4)], [(2, 2)]]), group(1, [[(1, 5), (4, 1)]])]
+    rollouts = [replace(one, samples=tuple(map(with_routes, one.samples))) for one in groups[1].rollouts]
+    report = decode_report(bytes(frame(GroupFinished(1, rollouts, []))[4:]))
+    stored = decode_group(encode_group(replace(groups[1], rollouts=tuple(report.rollouts))), Path("group"))
+    batch = pack([groups[0], stored], [np.ones(2), np.ones(1)], seq_len=7)
+    starts = np.cumsum(batch.seq_lens) - batch.seq_lens
+    for start, length, number in zip(starts, batch.seq_lens, batch.sample_group, strict=True):
+        found = batch.routed_experts[start : start + length]
+        assert found.dtype == dtype
+        assert np.array_equal(found.ravel(), np.arange(found.size) if number else np.zeros(found.size))
+    assert pack([groups[0]], [np.ones(2)], seq_len=7).routed_experts is None

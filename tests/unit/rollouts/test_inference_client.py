@@ -1,9 +1,12 @@
 """A server that fails, lies, resets connections or hangs: asked again a few times, then named; never believed (I7)."""
 
 import asyncio
+import base64
+import io
 import json
 from contextlib import asynccontextmanager, suppress
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -14,13 +17,17 @@ from tests.support.fake_engine import fake_engine
 SAMPLING = {"temperature": 1.0, "max_tokens": 2}
 
 
-def answer(ids=(5, 6), logprobs=(-0.5, -0.5), spans=((0, 2),), finish="stop", version="0.0") -> str:
+def answer(ids=(5, 6), logprobs=(-0.5, -0.5), spans=((0, 2),), finish="stop", version="0.0", routes=None) -> str:
     choice = {
         "token_ids": list(ids),
         "logprobs": {"content": [{"logprob": value} for value in logprobs]},
         "weight_versions": [{"version": version, "start": start, "end": end} for start, end in spans],
         "finish_reason": finish,
     }
+    if routes is not None:
+        file = io.BytesIO()
+        np.save(file, routes)
+        choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
     return json.dumps({"choices": [choice]})
 
 
@@ -58,6 +65,7 @@ async def ask(fault, **options):
         (answer(spans=((0, 1),)), "1 versions"),
         (answer(version="newest"), "newest"),
         (answer(finish="abort"), "abort"),
+        (answer(routes=np.zeros((5, 2, 2), np.uint8)), "routes of 5 tokens, expected 4"),
     ],
 )
 async def test_generate_invalid_response_is_retried_and_then_raises(text, said):
@@ -67,6 +75,12 @@ async def test_generate_invalid_response_is_retried_and_then_raises(text, said):
     assert "returned an invalid response" in str(error)
     assert any(word in str(error) for word in said.split("|")), str(error)
     assert requests == 3
+
+
+async def test_generate_returns_the_routes_of_all_tokens_but_the_last():
+    routes = np.arange(16, dtype=np.uint16).reshape(4, 2, 2)
+    generation, _ = await ask(say(answer(routes=routes)))
+    assert np.array_equal(generation.routes.array, routes) and generation.routes_start == 0
 
 
 async def test_generate_transient_error_is_retried():

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prime_rl.core.types import Routes
 from prime_rl.rollouts.recorder import Recorder, SampleBuilder
 from tests.support.chat_templates import SHAPES
 from tests.unit.rollouts.conftest import generation
@@ -23,6 +24,36 @@ def build(*turns, branching=False):
     """A builder after turns of (prompt ids, sampled ids, version), and what `add` returned of each."""
     builder = SampleBuilder(branching)
     return builder, [builder.add(np.array(prompt, np.int32), sample(*sampled)) for prompt, *sampled in turns]
+
+
+def routed(builder, prompt, sampled, mark):
+    """Add a turn with routes of the tokens that have none yet; layer 1 of token t of this turn chose (mark, t)."""
+    start = builder.find_known_routes(np.array(prompt, np.int32))
+    rows = [[[0, 0], [mark, t]] for t in range(start, len(prompt) + len(sampled) - 1)]
+    routes = Routes.of(np.array(rows, np.uint16))
+    builder.add(np.array(prompt, np.int32), replace(sample(sampled), routes=routes, routes_start=start))
+    return start
+
+
+def test_each_token_has_the_route_of_the_turn_that_processed_it_first():
+    builder = SampleBuilder()
+    assert routed(builder, [1, 2], [3, 4], 10) == 0
+    assert routed(builder, [1, 2, 3, 4, 9], [7], 11) == 3
+    assert routed(builder, [1, 2, 3, 4, 8, 8], [5, 6], 12) == 3, "it branches off the first turn"
+    assert routed(builder, [6], [6], 13) == 0
+    marks = [[10, 10, 10, 11, 11, 0], [10, 10, 10, 12, 12, 12, 12, 0], [13, 0]]
+    for sample, expected in zip(builder.samples(), marks, strict=True):
+        assert sample.routes.array[:, 1, 0].tolist() == expected
+        assert sample.routes.array[:-1, 1, 1].tolist() == list(range(len(sample) - 1)), "the last token has none"
+        assert sample.routes.dtype == "<u2" and not sample.routes.array[:, 0].any()
+
+
+def test_a_sample_has_no_routes_if_a_turn_has_none():
+    builder = SampleBuilder()
+    builder.add(np.array([1, 2], np.int32), sample([3]))
+    assert routed(builder, [1, 2, 3, 4], [5], 10) == 0
+    routed(builder, [7], [8], 11)
+    assert [one.routes is None for one in builder.samples()] == [True, False]
 
 
 CALLS_BETWEEN = [([1], [2]), ([1, 2, 7], [8]), ([1, 2, 9], [3]), ([1, 2, 9, 3, 7], [8]), ([1, 2, 9, 3, 9], [4])]

@@ -46,6 +46,8 @@ def prepare_vllm(config: InferenceConfig, model_path: Path) -> bool:
     patches.keep_log_file()
     patches.check_hooks()
     report_engine_errors()
+    if config.enable_return_routed_experts and on_cpu:
+        patches.allow_routes_on_cpu()
     if forks_engines(config, on_cpu):
         patches.start_fast_on_cpu()
     return on_cpu
@@ -97,6 +99,8 @@ def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None
             f"enable_lora = true: vLLM has no adapters for the gated delta layers of {config.model.name} on a CPU; "
             "publish full weights, or serve it on a GPU"
         )
+    if config.enable_return_routed_experts and not has_experts(model):
+        raise ConfigError(f"enable_return_routed_experts = true: {config.model.name} has no experts; leave it out")
     # vLLM runs copies of such models in lockstep and exchanges tokens; its CPU build cannot.
     if on_cpu and config.parallel.dp > 1 and has_experts(model):
         raise ConfigError(
@@ -236,6 +240,7 @@ def _defaults(config: InferenceConfig, model_path: Path, on_cpu: bool) -> dict[s
         "data_parallel_size": config.parallel.dp,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "disable_uvicorn_access_log": True,
+        "enable_return_routed_experts": config.enable_return_routed_experts,
     }
     if config.enable_lora:
         rank = next(rank for rank in _LORA_RANKS if rank >= config.max_lora_rank)

@@ -118,6 +118,8 @@ class SyncPolicyScheduler(Scheduler):
         blocks = (canary.num_tokens // self.block_size + 1) * len(self.kv_cache_config.kv_cache_groups)
         pool = self.kv_cache_manager.block_pool
         rollouts = [request for request in self.running if not request.request_id.startswith(CANARY_PREFIX)]
+        if self.aux_output_connector is not None and self.scheduler_config.async_scheduling:
+            rollouts = []  # steps in flight still record the routes of these requests
         while rollouts and (
             len(self.running) >= self.max_num_active_reqs or pool.get_num_free_blocks() < len(self.running) + blocks
         ):

@@ -27,6 +27,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import RequestState
 
+from prime_rl.core.types import Routes
 from prime_rl.rollouts.clients.generation_messages import Completion, SampleRequest
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class TokenState(RequestState):
         token_ids = np.array(self.detokenizer.output_token_ids, "<i4")
         logprobs = np.fmax(np.array(self.logprobs_processor.values, "<f4"), np.float32(_LEAST_LOGPROB))
         spans = [(span.version, span.start, span.end) for span in self._weight_version_spans() or ()]
-        return Completion(self.queue.id, token_ids.tobytes(), logprobs.tobytes(), spans, str(finish_reason))
+        chunks = self.routed_experts_chunks
+        routes = Routes.of(np.concatenate(chunks)) if chunks else None
+        return Completion(self.queue.id, token_ids.tobytes(), logprobs.tobytes(), spans, str(finish_reason), routes)
 
 
 class TokenGenerator:
@@ -125,6 +128,9 @@ class TokenGenerator:
             cache_salt=request.cache_salt,
             data_parallel_rank=None,
         )
+        if request.routes_start > 0:
+            template.sampling_params = copy.copy(parameters)
+            template.sampling_params.routed_experts_prompt_start = min(request.routes_start, len(token_ids))
         for sample, seed in zip(samples, request.seeds, strict=True):
             if not sample.is_cancelled:
                 await self._start_one(template, adapter, sample, seed)

@@ -72,6 +72,7 @@ class WeightUpdateExtension:
         atexit.register(self.weight_update.end)
         patches.score_prompts_by_their_own_adapter(self.model_runner)
         patches.keep_seeds_of_chunked_prompts(self.model_runner)
+        patches.record_routes(self.model_runner)
 
     def call_weight_update(self: Any, method: str, *args: Any) -> Any:
         """Call a method of `WorkerWeightUpdate`."""

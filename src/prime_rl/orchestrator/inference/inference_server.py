@@ -18,6 +18,7 @@ from prime_rl.liveness.heartbeat_monitor import LivenessTracker, read_heartbeat,
 from prime_rl.liveness.run_settings import (
     ADAPTER_RANK,
     PUBLISHED_DTYPE,
+    REPLAYS_ROUTES,
     SAMPLED_LENGTH,
     ProcessSettings,
     RunSettings,
@@ -109,7 +110,8 @@ class RequiredSettings:
             return
         report = self._tracker.observe(beat, time.monotonic(), read_kernel_state(beat))
         is_known = report.seen_alive and not report.has_exited
-        values = {key: beat.settings[key] for key in (PUBLISHED_DTYPE, ADAPTER_RANK) if key in beat.settings}
+        keys = (PUBLISHED_DTYPE, ADAPTER_RANK, REPLAYS_ROUTES)
+        values = {key: beat.settings[key] for key in keys if key in beat.settings}
         self._trainer = ProcessSettings(f"at {beat}", values if is_known else {})
 
     async def follow_trainer(self) -> None:

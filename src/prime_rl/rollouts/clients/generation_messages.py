@@ -7,7 +7,7 @@ requests at a time.
     client -> server   ClientFrame   samples to start, and samples to end
     server -> client   ServerFrame   completions and errors, in the order in which they occur
 
-Token ids are int32 and log-probabilities are float32, both little-endian.
+Token ids are int32 and log-probabilities are float32, both little-endian. A server that records routes adds them.
 """
 
 import asyncio
@@ -18,11 +18,14 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from prime_rl.core.framing import pack_frame
+from prime_rl.core.types import Routes
 
 PATH = "/inference/v1/stream"
 PROTOCOL = "prime-rl-generation-1"
 MAX_FRAME_BYTES = 64 * 2**20
-"""A side that receives a longer frame closes the stream."""
+"""A server that receives a longer frame closes the stream."""
+MAX_ANSWER_BYTES = 2**30
+"""A client closes the stream at a longer frame: the routes of a long sample in a large mixture have 100 MB."""
 MAX_SAMPLES = 2**14
 """Samples of a frame, as of one HTTP request (VLLM_MAX_N_SEQUENCES)."""
 MAX_SAMPLING_BYTES = 2**20
@@ -48,6 +51,7 @@ class SampleRequest(msgspec.Struct, array_like=True, gc=False):
         token_ids: the prompt.
         sampling: vLLM sampling parameters without `seed` and `logprobs`, a msgpack map.
         cache_salt: additional salt of the prefix cache.
+        routes_start: number of tokens of the prompt whose routes are not needed.
     """
 
     ids: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_SAMPLES)]
@@ -56,6 +60,7 @@ class SampleRequest(msgspec.Struct, array_like=True, gc=False):
     token_ids: bytes
     sampling: msgspec.Raw
     cache_salt: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
+    routes_start: int = 0
 
 
 class ClientFrame(msgspec.Struct, array_like=True):
@@ -75,6 +80,7 @@ class Completion(msgspec.Struct, array_like=True, gc=False):
 
     Attributes:
         versions: (policy version, first token, end) of each span of tokens that one version sampled.
+        routes: of the prompt's tokens from `routes_start` on, and of all sampled tokens except the last.
     """
 
     id: int
@@ -82,6 +88,7 @@ class Completion(msgspec.Struct, array_like=True, gc=False):
     logprobs: bytes
     versions: list[tuple[str, int, int]]
     finish_reason: str | None
+    routes: Routes | None = None
 
 
 class Refusal(msgspec.Struct, array_like=True, gc=False):

@@ -22,6 +22,7 @@ from prime_rl.core.framing import FrameReader
 from prime_rl.core.http_requests import connection_error
 from prime_rl.rollouts.clients.generation_messages import (
     ID_BYTES,
+    MAX_ANSWER_BYTES,
     MAX_FRAME_BYTES,
     MAX_SAMPLES,
     MAX_SAMPLING_BYTES,
@@ -43,7 +44,7 @@ HTTP_SECONDS = 60.0
 _SWITCHING_PROTOCOLS = 101
 _ERROR_STATUSES = (401, 403, 408, 425, 429)
 """Statuses below 500 of a server that refuses; all others mean that it does not offer the stream."""
-_OWN_FIELDS = {"seed", "logprobs"}
+_OWN_FIELDS = {"seed", "logprobs", "routed_experts_prompt_start"}
 """Sampling parameters that a message does not repeat: the seed has its own field, and log-probabilities always come."""
 _COMPLETIONS_PER_TURN = 4
 """Completions that rollouts get in one turn of the event loop; each continues a rollout, which takes about 0.5 ms."""
@@ -160,10 +161,10 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._head = head
         self._answer = bytearray()
-        self._reader = FrameReader(MAX_FRAME_BYTES)
+        self._reader = FrameReader(MAX_ANSWER_BYTES)
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Completion]] = {}
-        self._requests: dict[tuple[bytes, bytes], SampleRequest] = {}
+        self._requests: dict[tuple[bytes, bytes, int], SampleRequest] = {}
         self._aborts: list[int] = []
         self._reason = "the connection was closed"
         self._turns = LoopTurns(_COMPLETIONS_PER_TURN)
@@ -178,10 +179,10 @@ class _Connection(asyncio.Protocol):
         if self.is_lost:
             raise ConnectionError(self._reason)
         self._send_soon()
-        request = self._requests.get((prompt, parameters))
-        if request is None:
-            request = SampleRequest([], [], model, prompt, msgspec.Raw(parameters))
-            self._requests[prompt, parameters] = request
+        key = prompt, parameters, sampling.get("routed_experts_prompt_start", 0)
+        if (request := self._requests.get(key)) is None:
+            request = SampleRequest([], [], model, prompt, msgspec.Raw(parameters), routes_start=key[2])
+            self._requests[key] = request
         if len(request.ids) == MAX_SAMPLES:
             raise RequestRefused(413, f"more than {MAX_SAMPLES} samples of one prompt")
         number = next(self._numbers)

@@ -1,11 +1,13 @@
 """Client of one inference server: token-in/token-out generation and the policy routes."""
 
 import asyncio
+import base64
 import errno
+import io
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 from urllib.parse import urlencode
@@ -21,7 +23,7 @@ from prime_rl.core.errors import RunError
 from prime_rl.core.http_requests import connection_error, open_client, request
 from prime_rl.core.os_errors import summarize_os_error
 from prime_rl.core.retries import Retries, growing_pauses
-from prime_rl.core.types import PolicyVersion
+from prime_rl.core.types import PolicyVersion, Routes
 from prime_rl.liveness.run_settings import Setting
 from prime_rl.rollouts.clients import generation_messages
 from prime_rl.rollouts.clients.generation_stream import GenerationStream, RequestRefused
@@ -113,6 +115,7 @@ class _GenerateChoice(msgspec.Struct):
     logprobs: _Logprobs
     weight_versions: list[_Span]
     finish_reason: str | None = None
+    routed_experts: str | None = None
 
 
 class _GenerateResponse(msgspec.Struct):
@@ -231,7 +234,10 @@ class InferenceClient(HttpClient):
                     return None
                 ids, logprobs = np.frombuffer(answer.token_ids, "<i4"), np.frombuffer(answer.logprobs, "<f4")
                 max_tokens = sampling.get("max_tokens")
-                return _generation(ids, logprobs, answer.versions, answer.finish_reason, max_tokens, self._vocabulary)
+                generation = _generation(
+                    ids, logprobs, answer.versions, answer.finish_reason, max_tokens, self._vocabulary, answer.routes
+                )
+                return _place_routes(generation, len(prompt_ids), sampling)
         except RequestRefused as error:
             message, _ = decode_error(str(error).encode())
             raise InferenceError(f"{url} returned {error.status}: {message}", error.status) from None
@@ -242,7 +248,8 @@ class InferenceClient(HttpClient):
         status, _, raw = await self._repeat_if_lost(lambda: self._post(url, data), url)
         _check_status(url, status, raw)
         with valid_response(url):
-            return decode_generation(raw, sampling.get("max_tokens"), self._vocabulary)
+            generation = decode_generation(raw, sampling.get("max_tokens"), self._vocabulary)
+            return _place_routes(generation, len(prompt_ids), sampling)
 
     async def policy(self) -> LoadedVersion:
         """Return what the server samples from, and renew the lease if this run holds it.
@@ -394,7 +401,20 @@ def decode_generation(response: bytes, max_tokens: int | None, vocabulary: int |
     ids = np.array(choice.token_ids, np.int32)
     logprobs = np.array([entry.logprob for entry in choice.logprobs.content], np.float32)
     spans = [(span.version, span.start, span.end) for span in choice.weight_versions]
-    return _generation(ids, logprobs, spans, choice.finish_reason, max_tokens, vocabulary)
+    routes = None
+    if choice.routed_experts is not None:
+        routes = Routes.of(np.load(io.BytesIO(base64.b64decode(choice.routed_experts)), allow_pickle=False))
+    return _generation(ids, logprobs, spans, choice.finish_reason, max_tokens, vocabulary, routes)
+
+
+def _place_routes(generation: Generation, prompt_length: int, sampling: Mapping[str, Any]) -> Generation:
+    """Set the start of the routes, if the server has returned some; ValueError if they are those of other tokens."""
+    if generation.routes is None:
+        return generation
+    start = sampling.get("routed_experts_prompt_start", 0)
+    if len(generation.routes.array) != (expected := prompt_length - start + len(generation.token_ids) - 1):
+        raise ValueError(f"routes of {generation.routes.shape[0]} tokens, expected {expected}")
+    return replace(generation, routes_start=start)
 
 
 def _generation(
@@ -404,6 +424,7 @@ def _generation(
     finish_reason: str | None,
     max_tokens: int | None,
     vocabulary: int | None,
+    routes: Routes | None,
 ) -> Generation:
     versions = np.full(len(ids), -1, np.int32)
     for version, start, end in spans:
@@ -418,7 +439,7 @@ def _generation(
         raise ValueError(f"token id {ids.max()}, but the vocabulary has {vocabulary} tokens")
     if finish_reason not in ("stop", "length"):
         raise ValueError(f"finish reason {finish_reason!r}")
-    return Generation(ids, logprobs, versions, finish_reason == "length")
+    return Generation(ids, logprobs, versions, finish_reason == "length", routes)
 
 
 def decode_error(data: bytes) -> tuple[str, float | None]:

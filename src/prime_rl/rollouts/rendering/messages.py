@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from prime_rl.core.terminal_escape import replace_surrogates
+from prime_rl.core.types import Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,17 @@ class Generation:
         versions: int32 [T], step of the policy version that sampled each token. The engine reports it per token; it is
             never inferred from time (I5).
         is_truncated: cut by `max_tokens`.
+        routes: of the prompt's tokens from `routes_start` on, and of all sampled tokens except the last; None: the
+            server does not record them.
+        routes_start: as requested by the sampling parameter `routed_experts_prompt_start`.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     is_truncated: bool
+    routes: Routes | None = None
+    routes_start: int = 0
 
 
 class Sampler(Protocol):
