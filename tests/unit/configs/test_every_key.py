@@ -83,6 +83,7 @@ REFUSED = {
     "env.type": "needs url",
     "env.url": "needs type",
     "model.seq_len": "data.seq_len",
+    "model.router_replay": "is for the RL trainer",
     "orchestrator.clean": "`rl` has the key clean",
     "inference.parallel.start_rank": "docs/deployment.md",
     "inference.parallel.headless": "docs/deployment.md",

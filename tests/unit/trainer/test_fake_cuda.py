@@ -26,7 +26,7 @@ from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.device_mesh import Layout
 from prime_rl.trainer.parallel.process_group import RankConsensus, World
-from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
+from prime_rl.trainer.rl.batch_source import fake_batch, fake_routes, split_batch
 from prime_rl.trainer.rl.rl_objective import References, build_objective
 from prime_rl.trainer.train_step import TrainStep
 from prime_rl.trainer.weight_sync import gather_plan, publisher
@@ -81,6 +81,8 @@ def trace(model, ranks=1, minibatches=1, loss=None, optim=None, blank=False, str
         world = World(0, ranks, DEVICE, model_parallel_size=Layout.of(config.model, ranks).model_parallel_size)
         policy = make_policy(config.model, 0, world)
         policy.entropy_gradient = config.loss.entropy_coef > 0
+        if policy.replay is not None:
+            batch = replace(batch, routed_experts=fake_routes(batch.seq_lens, policy.replay, 0, 0))
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
         engine = TrainStep(policy, optimizer, world, max_norm=1.0)
         references = References(config, policy, world)
@@ -97,7 +99,7 @@ def trace(model, ranks=1, minibatches=1, loss=None, optim=None, blank=False, str
 
 KL = {"type": "aipo", "kl": {"coef": 0.1}}  # needs a reference model
 MASK_READS = {f"lm_head.py:{name}" for name in ("kept_threshold", "_find_threshold", "_lowest_kept_logit")}
-BALANCE_READS = {"policy_model.py:reduce"}
+BALANCE_READS = {"routing.py:reduce"}
 # name -> (model, keys, reads besides those that are always allowed)
 STEPS = {
     "reference model and minibatches": ("dense", {"minibatches": 2, "loss": KL}, set()),
@@ -112,6 +114,7 @@ STEPS = {
     "longrope": ("longrope", {}, set()),
     "attention sinks": ("sinks", {"debug": {}}, BALANCE_READS),
     "experts": ("experts", {"ranks": 2}, BALANCE_READS),
+    "router replay and recomputation": ("experts", {"router_replay": True, "ac": {"mode": "full"}}, BALANCE_READS),
     "adapters of experts": ("experts", {"lora": {"rank": 8, "target_modules": ["experts"]}}, BALANCE_READS),
     "entropy bonus": ("dense", {"loss": {"type": "aipo", "entropy_coef": 0.01}}, set()),
 }

@@ -251,14 +251,13 @@ def test_recomputed_activations_give_equal_gradients_and_metrics(family, mode):
         np.testing.assert_array_equal(ids[kept], row.routed_experts[kept, layer])
 
 
-def test_proximal_policy_replays_and_reference_model_does_not(tmp_path, world):
+@pytest.mark.parametrize("lora", [None, {"rank": 8}])  # with adapters, the reference is the policy without them
+def test_proximal_policy_replays_and_reference_model_does_not(lora, tmp_path, world):
     save("Qwen3Moe", tmp_path)
     name = str(tmp_path)
-    policy = make_policy(TrainerModelConfig(name=name, router_replay=True), 0, world)
-    config = TrainerConfig.model_validate(
-        {"model": {"name": name, "router_replay": True}, "loss": {"type": "decoupled_ppo", "kl": {"coef": 0.1}},
-         "output_dir": tmp_path}
-    )  # fmt: skip
+    model = {"name": name, "router_replay": True, "lora": lora}
+    config = TrainerConfig(model=model, loss={"type": "decoupled_ppo", "kl": {"coef": 0.1}}, output_dir=tmp_path)
+    policy = make_policy(config.model, 0, world)
     row = make(draw_routes())
     minibatches = [Minibatch([row], Counts(int(row.loss_mask.sum())))] * 2
     scored = References(config, policy, world).score(minibatches)[1].rows[0]

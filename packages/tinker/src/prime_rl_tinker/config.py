@@ -85,6 +85,8 @@ class TinkerConfig(RootConfig):
                 )
         if self.model.tp > 1 or self.model.cp is not None or self.model.ep > 1:
             raise ValueError("model.tp, model.cp and model.ep are not supported with several adapters")
+        if self.model.router_replay:
+            raise ValueError("model.router_replay is not supported: clients send no routed experts; set it to false")
         return self
 
     @property

@@ -89,7 +89,8 @@ class PolicyModel(nn.Module):
         part = self.context_parallel.slice(row)
         self.routing.counted = part.num_tokens if len(row.scored) else 0
         if self.replay is not None:
-            self.replay.begin_row(part.routed_experts, row.segment_ids, part.begin, counts=len(row.scored) > 0)
+            segments = row.segment_ids[part.begin : part.begin + part.num_tokens + 1]
+            self.replay.begin_row(part.routed_experts, segments.diff() == 0 if len(row.scored) else None)
         hidden = self._hidden(part)
         scored = part.scored
         temperature = row.temperature[scored] * self._logit_divisor

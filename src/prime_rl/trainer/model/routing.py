@@ -9,9 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -131,8 +129,7 @@ class RouterReplay:
                 "it needs the same number in all layers, at least 2; set it to false"
             )
         self._routes: Tensor | None = None  # [t, L, k] of the row that is processed
-        # For each layer with experts: bool [t], the tokens with a record, and those of them that are counted.
-        self._recorded: dict[int, tuple[Tensor, Tensor]] = {}
+        self._has_record: Tensor | None = None  # bool [t, L]
         self._uncounted = set[int]()  # layers that are not counted yet in this row
         self._totals: Tensor | None = None  # choices (tokens times layers), those replayed, and differing experts
 
@@ -150,8 +147,7 @@ class RouterReplay:
                 f"the routed_experts of the batch have {found} experts per token, but {self._name} has {wanted[0]} and "
                 f"{wanted[1]}; let the server and the trainer use the same model, {off}"
             )
-        ids = routes.numpy()
-        largest = ids.view(np.dtype(f"u{ids.itemsize}")).max((0, 2))
+        largest = (routes if routes.dtype == torch.uint8 else routes.int() & 0xFFFF).amax((0, 2)).tolist()
         for layer, count in self.num_experts.items():
             if largest[layer] >= count:
                 raise ConfigError(
@@ -159,25 +155,18 @@ class RouterReplay:
                     f"{self._name} has {count} experts; let the server and the trainer use the same model, {off}"
                 )
 
-    def begin_row(
-        self, routes: Tensor | None, segment_ids: Tensor | None = None, begin: int = 0, counts: bool = False
-    ) -> None:
-        """Replay `routes` [t, L, k] in the next passes, of the tokens from `begin` on of a row; None replays nothing.
+    def begin_row(self, routes: Tensor | None, has_successor: Tensor | None = None) -> None:
+        """Replay `routes` [t, L, k] in the passes of the next row; None replays nothing.
 
-        `segment_ids` [T] are those of the whole row. If it `counts`, its tokens with a successor in their segment add
-        to the metrics in the next pass with gradients.
+        If these compute gradients, they add to the metrics; `has_successor`, bool, is set for the tokens that have a
+        next one in their segment. None leaves the row out.
         """
-        self._routes, self._recorded, self._uncounted = routes, {}, set()
-        if routes is None or segment_ids is None:
-            return
-        has_record = (routes != routes[..., :1]).any(2)
-        has_successor = segment_ids[1:] == segment_ids[:-1]
-        counted = F.pad(has_successor, (0, begin + len(routes) - len(has_successor)))[begin:]
-        self._recorded = {layer: (has_record[:, layer], has_record[:, layer] & counted) for layer in self.num_experts}
-        if counts and torch.is_grad_enabled():
-            self._uncounted = set(self.num_experts)
-            self._add(0, counted.sum() * len(self.num_experts))
-            self._add(1, torch.stack([replayed for _, replayed in self._recorded.values()]).sum())
+        self._routes, self._uncounted = routes, set()
+        if routes is not None:
+            self._has_record = (routes != routes[..., :1]).any(2)
+            if has_successor is not None and torch.is_grad_enabled():
+                self._uncounted = set(self.num_experts)
+                self._add(0, has_successor.sum() * len(self.num_experts))
 
     def reduce(self, sum_ranks: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, float | None]:
         """Return the metrics since the last call and reset the counts; a collective call.
@@ -212,15 +201,14 @@ class RouterReplay:
 
     def _choose(self, layer: int, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and ids [t, k] of the experts that are used instead of the router's `own` [t, k]."""
-        if self._routes is None:
-            ids = own
-        else:
-            recorded, (has_record, replayed) = self._routes[:, layer].long(), self._recorded[layer]
-            ids = torch.where(has_record[:, None], recorded, own)
+        ids = own
+        if self._routes is not None and self._has_record is not None:
+            recorded, has_record = self._routes[:, layer].long(), self._has_record[:, layer, None]
+            ids = torch.where(has_record, recorded, own)
             if layer in self._uncounted:
                 self._uncounted.remove(layer)
-                missing = (recorded[:, :, None] != own[:, None, :]).all(2)
-                self._add(2, (missing & replayed[:, None]).sum())
+                self._add(1, has_record.sum())
+                self._add(2, ((recorded[:, :, None] != own[:, None, :]).all(2) & has_record).sum())
         return scores.gather(1, ids), ids
 
     def _add(self, index: int, count: Tensor) -> None:
