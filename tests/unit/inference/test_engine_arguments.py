@@ -118,6 +118,11 @@ TWO_COPIES = {"parallel": {"dp": 2}}
     [
         ({"num_experts": 4}, TWO_COPIES, r"parallel.dp = 2: .* is a mixture of experts"),
         ({"text_config": {"n_routed_experts": 8}}, TWO_COPIES, r"parallel.dp = 2: .* is a mixture of experts"),
+        ({}, {"enable_return_routed_experts": True}, "^enable_return_routed_experts = true: .* has no experts"),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 1}, {"enable_return_routed_experts": True},
+            "^enable_return_routed_experts = true: .* chooses one expert per token",
+        ),
         ({"model_type": "bamba"}, {}, r"^model\.name: .*\(bamba\) on a CPU: vLLM .* has no class for it"),
         ({"model_type": "olmo_hybrid"}, {}, r"\(olmo_hybrid\) on a CPU: .* kernels for GPUs"),
         ({"model_type": "lfm2", "tie_word_embeddings": False}, {}, "tie_word_embeddings = false, which vLLM"),

@@ -13,6 +13,7 @@ from tests.support.vllm_modules import LazyModule, needs_vllm
 pytestmark = needs_vllm
 
 exceptions, engine = LazyModule("vllm.exceptions"), LazyModule("vllm.v1.engine")
+engine_exceptions = LazyModule("vllm.v1.engine.exceptions")
 
 
 class FakeSample:
@@ -194,10 +195,10 @@ async def test_death_of_the_engine_and_its_errors_are_sent_to_every_sample():
     client = FakeClient()
     one, two = await start(client, {}, [None, None])
     client.receive(one.name, [1], engine.FinishReason.ERROR, "0.1", -1.0)
-    client.output_processor.propagate_error(engine.exceptions.EngineDeadError())
+    client.output_processor.propagate_error(engine_exceptions.EngineDeadError())
     assert client.generator.status_of(one.output) == (500, "Internal server error")
     assert client.generator.status_of(two.output)[0] == 500
-    assert isinstance(two.output, engine.exceptions.EngineDeadError)
+    assert isinstance(two.output, engine_exceptions.EngineDeadError)
 
 
 async def test_named_adapter_is_found_and_an_unknown_model_is_refused():

@@ -101,6 +101,11 @@ def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None
         )
     if config.enable_return_routed_experts and not has_experts(model):
         raise ConfigError(f"enable_return_routed_experts = true: {config.model.name} has no experts; leave it out")
+    if config.enable_return_routed_experts and text.get("num_experts_per_tok") == 1:
+        raise ConfigError(
+            f"enable_return_routed_experts = true: {config.model.name} chooses one expert per token, which "
+            "router replay does not support; leave it out"
+        )
     # vLLM runs copies of such models in lockstep and exchanges tokens; its CPU build cannot.
     if on_cpu and config.parallel.dp > 1 and has_experts(model):
         raise ConfigError(
