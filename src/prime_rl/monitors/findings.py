@@ -74,9 +74,11 @@ def _disagreement(trainer: Sequence[Row]) -> Iterator[str]:
         means = {name: mean(values) for name in sorted(names) if (values := _values(trainer, name)[-_RECENT:])}
         largest = max(means, key=means.__getitem__, default="")
         largest = largest and f" (largest: {largest}, {means[largest]:.3g})"
+        has_own_routes = "moe/max_violation" in trainer[-1] and "routing/replayed" not in trainer[-1]
+        cure = "set trainer.model.router_replay = true, and " if has_own_routes else ""
         yield (
             f"trainer and sampler disagree: mismatch_kl/on_policy is {mean(disagreement):.3g} nats{largest}, and 0 is "
-            "expected; compare model.dtype and quantization of both"
+            f"expected; {cure}compare model.dtype and quantization of both"
         )
 
 
