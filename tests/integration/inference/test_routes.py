@@ -12,7 +12,7 @@ import transformers
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.recorder import SampleBuilder
 from prime_rl.rollouts.rendering.messages import Generation
-from tests.integration.inference.conftest import LONG, wait_for_metric
+from tests.integration.inference.conftest import wait_for_metric
 from tests.integration.inference.test_architectures import SMALL
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import publish_weights, save_random_model
@@ -31,6 +31,7 @@ CONFIGS: dict[str, Any] = {
 }
 ARGUMENTS = ["--enable-return-routed-experts", "--vllm.max_num_batched_tokens", "64", "--vllm.max_num_seqs", "16"]
 ARGUMENTS += ["--vllm.enable_chunked_prefill", "true", "--vllm.block_size", "32", "--vllm.kv_cache_memory_bytes", "64M"]
+LENGTH = 600
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
 
 
@@ -93,33 +94,38 @@ async def test_routes_are_those_of_transformers(name, tmp_path):
 async def interrupted(server: Server, directory: Path, prompts: list[list[int]]) -> list[Generation]:
     """Switch while the prompts are sampled."""
     async with InferenceClient(server.url, server.model, "") as client:
-        sent = [client.generate(prompt, {**SAMPLING, "max_tokens": LONG, "seed": 1}) for prompt in prompts]
+        sent = [client.generate(prompt, {**SAMPLING, "max_tokens": LENGTH, "seed": 1}) for prompt in prompts]
         tasks = [asyncio.create_task(one) for one in sent]
-        await asyncio.to_thread(wait_for_metric, server, "vllm:generation_tokens_total", 200)
+        await asyncio.to_thread(wait_for_metric, server, "vllm:generation_tokens_total", 32 * 40)
         await asyncio.to_thread(server.update, directory, 1)
         return await asyncio.gather(*tasks)
 
 
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 async def test_routes_of_requests_that_a_switch_interrupts(kv_cache, tmp_path):
-    """Each token has the route of the step that processed it first."""
+    """Each token has the route of the step that processed it first; cached prefixes have those of their weights."""
     config = CONFIGS["qwen3_moe"]
     base = save_random_model(config, tmp_path / "base", 0)
     step = save_random_model(config, tmp_path / "model_1", 1)
     directory = publish_weights(tmp_path, step, 1)
-    prompts = [[5 + j, *(3 + (7 * i + i * j) % 90 for i in range(30))] for j in range(6)]
-    arguments = [*ARGUMENTS, "--kv_cache_on_weight_update", kv_cache, "--vllm.max_num_seqs", "4"]
+    # 32 seats and lengths, one prefill: a request is at the end of a block whenever the switch comes.
+    prompts = [[5 + j, *(3 + (7 * i + i * j) % 90 for i in range(30 + j))] for j in range(34)]
+    sizes = ["--vllm.max_num_seqs", "32", "--vllm.max_num_batched_tokens", "2048"]
+    arguments = [*ARGUMENTS, *sizes, "--kv_cache_on_weight_update", kv_cache]
     with inference_server(base, tmp_path / "server.log", arguments) as server:
-        for prompt, generation in zip(prompts, await interrupted(server, directory, prompts), strict=True):
-            assert generation.routes is not None
-            found = np.sort(generation.routes.array, axis=-1)
-            (old,) = np.flatnonzero(np.diff(generation.versions)) if len(set(generation.versions)) > 1 else [None]
-            tokens = [*prompt, *generation.token_ids.tolist()]
-            if old is None:  # it waited for a seat
-                assert set(generation.versions) == {1}
-                assert np.array_equal(found[:, -1], chosen_experts(step, tokens)[-1][:-1])
-                continue
-            end = len(prompt) + int(old)
-            assert np.array_equal(found[:end, -1], chosen_experts(base, tokens)[-1][:end])
-            if kv_cache == "recompute":
-                assert np.array_equal(found[end + 1 :, -1], chosen_experts(step, tokens)[-1][end + 1 : -1])
+        answers = await interrupted(server, directory, prompts)
+        async with InferenceClient(server.url, server.model, "") as client:
+            whole = [[*prompt, *one.token_ids.tolist()] for prompt, one in zip(prompts, answers, strict=True)]
+            again = await asyncio.gather(*(client.generate(tokens, SAMPLING | {"max_tokens": 1}) for tokens in whole))
+    switched = 0
+    for prompt, generation, tokens, later in zip(prompts, answers, whole, again, strict=True):
+        assert generation.routes is not None and later.routes is not None
+        old, new = (chosen_experts(policy, tokens)[-1] for policy in (base, step))
+        assert np.array_equal(np.sort(later.routes.array, axis=-1)[:, -1], new)
+        found = np.sort(generation.routes.array, axis=-1)[:, -1]
+        end = len(prompt) + int((generation.versions == 0).sum()) - 1 if generation.versions[0] == 0 else 0
+        assert np.array_equal(found[:end], old[:end])
+        if kv_cache == "recompute" or not end:
+            assert np.array_equal(found[end + bool(end) :], new[end + bool(end) : -1])
+        switched += 0 < end < len(found)
+    assert switched == 32

@@ -53,6 +53,7 @@ _HOOKS = {
     "vllm.v1.engine:EngineCoreRequest": "external_req_id sampling_params cache_salt lora_request",
     "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens": "_preflight _is_model_supported",
     "vllm.config:VllmConfig": "_verify_aux_output_compatibility",
+    "vllm.distributed.aux_output_connector.connector:AuxOutputSchedulerConnector": "request_finished",
     "vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector": "begin_step prepare_output process_output",
     "vllm.v1.engine.coordinator:DPCoordinator": "_wait_for_zmq_addrs",
     "vllm.v1.engine.coordinator:DPCoordinatorProc": "run_coordinator",

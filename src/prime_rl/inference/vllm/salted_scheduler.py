@@ -147,6 +147,9 @@ class SyncPolicyScheduler(Scheduler):
             self._preempt_request(request, time.monotonic())
             # If it resumes in the next step, the worker needs the complete request.
             self.prev_step_scheduled_req_ids.discard(request.request_id)
+            if (routes := self.aux_output_connector) and request.request_id in routes._finished_requests:
+                # Else the last hash of the request that ends would replace those of the same request that starts again.
+                routes._finished_requests[request.request_id] = None
 
     def _break_chain(self, request: Request) -> None:
         """Make the hashes of all blocks that are not cached yet unique."""
