@@ -114,11 +114,12 @@ def make_micro_batch(
 def masked_row(streams: Mapping[str, NDArray[np.generic]] | None = None) -> MicroBatch:
     """Return the smallest row without trained tokens, which pads the number of micro-batches of a rank.
 
-    `streams` are the other rows' optional streams, of any number of tokens, so that all ranks report the same means.
+    Its two samples of one token predict nothing, so that it does not count in the metrics of router replay. `streams`
+    are the other rows' optional streams, of any number of tokens, so that all ranks report the same means.
     """
     nothing = np.zeros(2, np.int64)
     zeros = {name: np.zeros((2, *array.shape[1:]), array.dtype) for name, array in (streams or {}).items()}
-    return make_micro_batch(nothing, nothing, [2], streams=zeros)
+    return make_micro_batch(nothing, nothing, [1, 1], streams=zeros)
 
 
 def _move(values: Tensor, device: torch.device) -> Tensor:

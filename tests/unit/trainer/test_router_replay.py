@@ -274,6 +274,17 @@ def save(family, path, **changes):
     transformers.AutoModelForCausalLM.from_config(configuration(family, **changes)).save_pretrained(path)
 
 
+def test_row_without_trained_tokens_counts_and_padding_does_not():
+    """I9: truncated samples may fill a row on one layout of ranks, and share it with others on another."""
+    policy, routes = build("Qwen3Moe"), draw_routes()
+    row = make(routes)
+    policy(row)
+    wanted = metrics(policy)
+    policy(make_micro_batch(row.tokens.numpy(), np.zeros(TOKENS), LENGTHS, streams={"routed_experts": routes}))
+    policy(masked_row({"routed_experts": routes}))
+    assert metrics(policy) == wanted
+
+
 # Layouts of ranks
 
 LAYOUTS = {"data": {}, "ep": {"ep": 2}, "tp": {"tp": 2}, "cp": {"cp": {"degree": 2}}}

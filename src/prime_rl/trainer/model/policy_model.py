@@ -90,7 +90,7 @@ class PolicyModel(nn.Module):
         self.routing.counted = part.num_tokens if len(row.scored) else 0
         if self.replay is not None:
             segments = row.segment_ids[part.begin : part.begin + part.num_tokens + 1]
-            self.replay.begin_row(part.routed_experts, segments.diff() == 0 if len(row.scored) else None)
+            self.replay.begin_row(part.routed_experts, segments.diff() == 0)
         hidden = self._hidden(part)
         scored = part.scored
         temperature = row.temperature[scored] * self._logit_divisor
