@@ -159,7 +159,7 @@ class RouterReplay:
         """Replay `routes` [t, L, k] in the passes of the next row; None replays nothing.
 
         If these compute gradients, they add to the metrics; `has_successor`, bool, is set for the tokens that have a
-        next one in their segment. None leaves the row out.
+        next one in their segment, trained or not.
         """
         self._routes, self._uncounted = routes, set()
         if routes is not None:
