@@ -100,7 +100,10 @@ def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None
             "publish full weights, or serve it on a GPU"
         )
     if config.enable_return_routed_experts and not has_experts(model):
-        raise ConfigError(f"enable_return_routed_experts = true: {config.model.name} has no experts; leave it out")
+        raise ConfigError(
+            f"enable_return_routed_experts = true: {config.model.name} has no experts; leave it out, and in the "
+            "trainer model.router_replay, for which rl sets it"
+        )
     if config.enable_return_routed_experts and text.get("num_experts_per_tok") == 1:
         raise ConfigError(
             f"enable_return_routed_experts = true: {config.model.name} chooses one expert per token, which "
@@ -286,6 +289,12 @@ def _parse(values: Mapping[str, Any]) -> Namespace:
 def explain_refusal(error: ValidationError) -> ConfigError:
     """Return the first reason for which vLLM refuses its configuration."""
     reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+    if "AuxOutput" in reason and "prefix caching" in reason:
+        return ConfigError(
+            "enable_return_routed_experts = true needs the prefix cache, which vllm.enable_prefix_caching = "
+            "false disables, or which vLLM lacks for this model (on a CPU: latent attention); "
+            "remove it, or model.router_replay"
+        )
     return ConfigError(f"vllm: {' '.join(reason.split()).rstrip('.')}")
 
 
