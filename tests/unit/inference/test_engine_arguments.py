@@ -130,6 +130,7 @@ TWO_COPIES = {"parallel": {"dp": 2}}
         ({"model_type": "qwen3_next", "tie_word_embeddings": True}, {}, "tie_word_embeddings = true, which vLLM"),
         ({"model_type": "lfm2", "conv_dim": 8, "hidden_size": 8}, {}, "lacks block_dim, .* add block_dim = 8"),
         ({"linear_num_value_heads": 4}, {"enable_lora": True}, "^enable_lora = true: .* gated delta layers"),
+        ({"num_experts": 4}, {"enable_lora": True}, "^enable_lora = true: .* .* the experts of .* on a CPU"),
         # Published versions have no scales.
         ({"quantization_config": {"quant_method": "fp8"}}, {}, r"is quantized \(fp8\), and published versions"),
         (

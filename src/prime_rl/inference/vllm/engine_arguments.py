@@ -94,9 +94,10 @@ def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None
     if on_cpu and (reason := _NOT_ON_CPU.get(model.get("model_type", ""))):
         raise ConfigError(f"model.name: vLLM cannot run {config.model.name} ({model['model_type']}) on a CPU: {reason}")
     _check_hybrid_model(config.model.name, text)
-    if on_cpu and config.enable_lora and text.get("linear_num_value_heads"):
+    layers = "experts" if has_experts(model) else "gated delta layers" if text.get("linear_num_value_heads") else None
+    if on_cpu and config.enable_lora and layers:
         raise ConfigError(
-            f"enable_lora = true: vLLM has no adapters for the gated delta layers of {config.model.name} on a CPU; "
+            f"enable_lora = true: vLLM has no adapters for the {layers} of {config.model.name} on a CPU; "
             "publish full weights, or serve it on a GPU"
         )
     if config.enable_return_routed_experts and not has_experts(model):
