@@ -139,7 +139,7 @@ class RouterReplay:
         if routes is None:
             raise ConfigError(
                 "the batch has no routed_experts, which model.router_replay needs; set enable_return_routed_experts of "
-                f"the inference server, {off}"
+                f"the inference server, {off}, until groups of a run that began without it are trained"
             )
         if tuple(routes.shape[1:]) != wanted:
             found = " layers and ".join(map(str, routes.shape[1:]))
