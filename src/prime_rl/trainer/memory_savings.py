@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -115,10 +116,28 @@ def checkpoint_forward(forward: Forward, selective: bool = False, random: bool =
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not selective or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with _CopiedChoices():
+            return forward(*args, **kwargs)
+
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **options, **kwargs)
+        return checkpoint(run, *args, **options, **kwargs)
 
     return recomputed
+
+
+class _CopiedChoices(TorchFunctionMode):
+    """Copies the scores that a `topk` returns: many routers divide them in place, and saved results must not change."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if getattr(function, "__name__", "") == "topk":
+            return torch.return_types.topk((result.values.clone(), result.indices))
+        return result
 
 
 def _keep_costly(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:

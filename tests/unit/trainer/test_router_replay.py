@@ -238,6 +238,14 @@ def test_gradient_of_a_replayed_router_equals_finite_differences(family):
     assert (gradients[name] * direction).sum().item() == pytest.approx(wanted, rel=1e-2) and abs(wanted) > 1e-2
 
 
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "HunYuanMoEV1", "DeepseekV2"])
+def test_selective_recomputation_of_own_choices_gives_equal_gradients(family):
+    """Routers that divide the chosen scores in place."""
+    plain, policy, row = build(family, replays=False), build(family, replays=False), make(draw_routes())
+    prepare_blocks(policy, TrainerModelConfig(ac=ActivationCheckpointConfig(mode="selective")))
+    assert_equal(results(policy, row), results(plain, row))
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "GraniteMoe"])
 def test_recomputed_activations_give_equal_gradients_and_metrics(family, mode):

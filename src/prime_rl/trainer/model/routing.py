@@ -74,7 +74,9 @@ class RouterLoadBalance:
                 if self.run not in self._counts:
                     self._counts[self.run] = self._zeros(chosen.device)
                 row = self._counts[self.run][layer]
-                row.scatter_add_(0, chosen.flatten(), torch.ones_like(weights).flatten())
+                last = self._experts[layer] - 1
+                # Higher ids are LongCat's experts that compute nothing; they are not counted.
+                row.scatter_add_(0, chosen.clamp(max=last).flatten(), (chosen <= last).to(weights).flatten())
                 row[-2] += (weights.amax(1) / weights.sum(1)).sum()
                 row[-1] += len(weights)
 
