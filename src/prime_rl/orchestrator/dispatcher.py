@@ -194,6 +194,23 @@ class Dispatcher:
             return f"no batch from {self._scheduler.next_step} on can take them within the staleness bound"
         return None
 
+    def resample_without_routes(self) -> None:
+        """Sample restored groups again that have no routed experts, if the servers, which are up now, record them."""
+        lacking = [
+            group
+            for group in self.complete.values()
+            if any(sample.routes is None for rollout in group.rollouts for sample in rollout.samples)
+        ]
+        if not lacking or not self._inference.records_routes:
+            return
+        logger.warning("{} finished groups are sampled again: they have no routed experts", len(lacking))
+        for group in lacking:
+            self._counters.discarded(RESAMPLED, group)
+            del self.complete[group.group_id]
+            self._scheduler.drop(group.group_id)
+            self._ledger.positions.reopen(group.group_id)
+            self._redispatched.append(self._ledger.positions.open[group.group_id].draw)
+
     def admit(self, tasks: asyncio.TaskGroup) -> int:
         """Start groups as long as the staleness bound and the servers allow it; return how many."""
         num_started = 0

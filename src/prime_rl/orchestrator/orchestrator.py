@@ -156,6 +156,7 @@ class OrchestratorLoop:
             await self._watchdog.wait_for_slot()
             start = self._inference.start(config.wait_timeout_seconds, version, config.restart)
             await self._watchdog.start(start, INFERENCE)
+            self._dispatcher.resample_without_routes()
             await self._run_tasks()
         finally:
             await self._finish_writing()

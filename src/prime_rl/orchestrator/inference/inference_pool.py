@@ -90,6 +90,11 @@ class InferencePool:
         return min((server.version.step for server in self.servers if server.up), default=self._version_before_loss)
 
     @property
+    def records_routes(self) -> bool:
+        """Whether a server records the experts of each token, for router replay."""
+        return any(server.records_routes for server in self.servers)
+
+    @property
     def concurrency_limit(self) -> float | None:
         """Rollouts that all servers may have in flight; None without a limit."""
         limit = sum(server.controller.limit for server in self.servers if server.up)

@@ -18,6 +18,7 @@ from prime_rl.liveness.heartbeat_monitor import LivenessTracker, read_heartbeat,
 from prime_rl.liveness.run_settings import (
     ADAPTER_RANK,
     PUBLISHED_DTYPE,
+    RECORDS_ROUTES,
     REPLAYS_ROUTES,
     SAMPLED_LENGTH,
     ProcessSettings,
@@ -269,6 +270,11 @@ class InferenceServer:
         self.backoff_until = 0.0
         """End of the last back-off, by `time.monotonic`."""
         self._scopes = set[asyncio.Timeout]()
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether it records the experts of each token (`enable_return_routed_experts`), as far as it is known."""
+        return bool(self._settings.get(RECORDS_ROUTES))
 
     async def policy(self) -> LoadedVersion:
         """Return what it samples from, and renew the lease if this run holds it.
