@@ -217,8 +217,7 @@ class TrainStep:
             skipped=len(self._losses) - len(losses),
             means=self._means.reduce(self._world)
             | self._entropies.reduce(self._world)
-            | self._policy.routing.reduce(self._world.sum, self._world.device)
-            | ({} if (replay := self._policy.replay) is None else replay.reduce(self._world.sum, self._world.device)),
+            | self._policy.reduce_routing(self._world.sum, self._world.device),
             rates=self._applied_rates,
             layer_norms={name: sum(norms[name] for norms in by_layer) / len(by_layer) for name in by_layer[0]},
         )

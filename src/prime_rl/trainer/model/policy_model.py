@@ -6,7 +6,7 @@ FSDP shards the wrapper as its root: the output embedding is used in the root's 
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -69,6 +69,7 @@ class PolicyModel(nn.Module):
         self.context_parallel = ContextParallel()  # the ranks that share each row; set by `shard_policy`
         self.routing = RouterLoadBalance(causal_lm)
         self.replay = RouterReplay(causal_lm) if replays_routes else None
+        self._measured = ([self.routing] if self.routing.is_moe else []) + ([self.replay] if self.replay else [])
         _route_in_float32(causal_lm)
         self._is_recurrent = _segment_recurrent_layers(causal_lm)
         # A method of the output head, so that FSDP can gather the head's weight for it.
@@ -111,6 +112,10 @@ class PolicyModel(nn.Module):
             rows = [one.clone() for one in self.context_parallel.sum_slices(torch.stack(rows))]
         logprobs, entropy = rows[0], rows[1] if self.entropy_gradient else rows[1].detach()
         return (logprobs, entropy) if mask is None else (logprobs, entropy, rows[2].detach() > 0)
+
+    def reduce_routing(self, sum_ranks: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, float | None]:
+        """Return the metrics of the routers since the last call, none of a dense model; a collective call."""
+        return {name: value for part in self._measured for name, value in part.reduce(sum_ranks, device).items()}
 
     def _score_targets(self, row: TargetRow) -> Tensor:
         """Return the log-probabilities of the row's targets at temperature 1, float32 [M]."""
