@@ -84,11 +84,9 @@ async def test_routes_are_those_of_transformers(name, tmp_path):
             last = await client.generate(prompt, SAMPLING | {"routed_experts_prompt_start": known})
             builder.add(np.array(prompt, np.int32), last)
             (sample,) = builder.samples()
-            whole = Generation(last.token_ids, last.logprobs, last.versions, False, sample.routes)
-            routes = sample.routes
-            assert routes is not None and not routes.array[-1].any()
+            assert sample.routes is not None and not sample.routes.array[-1].any()
             expected = chosen_experts(step, sample.tokens.tolist())
-            assert np.array_equal(np.sort(whole.routes.array[:-1, -1], axis=-1), expected[-1][:-1])
+            assert np.array_equal(np.sort(sample.routes.array[:-1, -1], axis=-1), expected[-1][:-1])
 
 
 async def interrupted(server: Server, directory: Path, prompts: list[list[int]]) -> list[Generation]:

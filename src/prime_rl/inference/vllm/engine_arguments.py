@@ -42,12 +42,13 @@ def prepare_vllm(config: InferenceConfig, model_path: Path) -> bool:
     check_model(config, model_path, on_cpu)
 
     from prime_rl.inference.vllm import patches
+    from prime_rl.inference.vllm.route_recorder import allow_routes_on_cpu
 
     patches.keep_log_file()
     patches.check_hooks()
     report_engine_errors()
     if config.enable_return_routed_experts and on_cpu:
-        patches.allow_routes_on_cpu()
+        allow_routes_on_cpu()
     if forks_engines(config, on_cpu):
         patches.start_fast_on_cpu()
     return on_cpu

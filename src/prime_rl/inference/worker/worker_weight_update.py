@@ -36,6 +36,7 @@ from prime_rl.core.errors import translate_error
 from prime_rl.inference.policy.delta_cache import NUM_THREADS, DeltaCache
 from prime_rl.inference.policy.weight_checks import POLICY_ADAPTER, TensorLocation, read_locations
 from prime_rl.inference.vllm import patches
+from prime_rl.inference.vllm.route_recorder import record_routes
 from prime_rl.inference.worker.shadow_weights import HostBuffer, ShadowWeights, why_unsupported
 from prime_rl.inference.worker.weight_receiver import WeightReceiver
 from prime_rl.storage.artifact import ArtifactError, retry_until_complete, visibility_timeout
@@ -72,7 +73,7 @@ class WeightUpdateExtension:
         atexit.register(self.weight_update.end)
         patches.score_prompts_by_their_own_adapter(self.model_runner)
         patches.keep_seeds_of_chunked_prompts(self.model_runner)
-        patches.record_routes(self.model_runner)
+        record_routes(self.model_runner)
 
     def call_weight_update(self: Any, method: str, *args: Any) -> Any:
         """Call a method of `WorkerWeightUpdate`."""
