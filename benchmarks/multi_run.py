@@ -2,12 +2,12 @@
 
     uv run --extra cpu python benchmarks/multi_run.py --json benchmarks/results/multi_run.json
 
-Real trainers on a CPU with recorded batches: a 20M-parameter model, rank 16. No inference; about four minutes on two
-cores.
+Real trainers on a CPU with recorded batches: a 20M-parameter model. No inference; about four minutes on two cores.
 
 one, four    tokens per second of one run with the whole batch, and of four runs with a quarter each; `ratio` (>= 0.9)
-memory       growth of the trainer's resident set per further run, MB; `adapter` is 16 bytes per parameter of an adapter
-             (weights, gradients and two moments in float32)
+memory       growth of the trainer's peak resident set per further run of rank 128, MB; `adapter` is 16 bytes per
+             parameter of an adapter (weights, gradients and two moments in float32). The allocator returns freed memory
+             to the system at once; by default it keeps a part for later.
 pause        longest time between two iterations of a run while another joins, seconds (limit 1)
 """
 
@@ -36,7 +36,8 @@ from prime_rl.trainer.rl.batch_source import fake_batch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.tiny_model import make_tiny_model
 
-SEQ_LEN, BATCH, STEPS, RANK = 512, 32, 4, 16
+SEQ_LEN, BATCH, STEPS = 512, 32, 4
+RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def main() -> None:
@@ -47,12 +48,16 @@ def main() -> None:
         model = make_model(Path(scratch) / "model")
         one = train(Path(scratch) / "one", model, 1, BATCH)
         four = train(Path(scratch) / "four", model, 4, BATCH // 4)
-        adapter = 4 * (Path(scratch) / "one/run_0/weights/step_1/adapter_model.safetensors").stat().st_size / 1e6
+        alone, company = (
+            train(Path(scratch) / f"memory_{runs}", model, runs, BATCH // 4, rank=128, **RETURN_MEMORY)
+            for runs in (1, 4)
+        )
+        adapter = 4 * (Path(scratch) / "memory_1/run_0/weights/step_1/adapter_model.safetensors").stat().st_size / 1e6
     report = {
         "tokens_per_second_one": one["rate"],
         "tokens_per_second_four": four["rate"],
         "ratio": four["rate"] / one["rate"],
-        "memory_per_run_mb": (four["memory"] - one["memory"]) / 3,
+        "memory_per_run_mb": (company["memory"] - alone["memory"]) / 3,
         "adapter_mb": adapter,
         "longest_pause_s": four["pause"],
         "load": os.getloadavg()[0],
@@ -72,7 +77,7 @@ def make_model(path: Path) -> Path:
     return path
 
 
-def train(root: Path, model: Path, runs: int, batch_size: int) -> dict[str, float]:
+def train(root: Path, model: Path, runs: int, batch_size: int, rank: int = 16, **environment: str) -> dict[str, float]:
     """Train `runs` runs of `batch_size` rollouts a step; run 0 begins two steps before the others join."""
     with ExitStack() as stack:
         paths = [RunPaths(root / f"run_{index}") for index in range(runs)]
@@ -90,8 +95,8 @@ def train(root: Path, model: Path, runs: int, batch_size: int) -> dict[str, floa
             "4",
         ]
         command += ["--model.name", str(model), "--model.seq-len", str(SEQ_LEN), "--output-dir", str(root)]
-        command += ["--model.lora", "--model.lora.rank", str(RANK), "--exit-when-idle-seconds", "3"]
-        trainer = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        command += ["--model.lora", "--model.lora.rank", str(rank), "--exit-when-idle-seconds", "3"]
+        trainer = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, **environment})
         while not paths[0].weights(2).exists():
             time.sleep(0.05)
         for run in paths[1:]:

@@ -50,7 +50,9 @@ def publish(world, policy, tokenizer, target, kind):
     """Publish the policy as `kind`."""
     for layer in (*adapted_layers(policy).values(), *adapted_experts(policy).values()):
         layer.config = layer.config.model_copy(update={"publish": kind})
-    Publisher(policy, tokenizer, torch.float32, world).publish(target, PolicyVersion(0, 3))
+    publisher = Publisher(policy, tokenizer, torch.float32, world)
+    publisher.publish(target, PolicyVersion(0, 3))
+    assert (publisher._snapshot is None) == (kind == "adapter"), "only the host copy of an adapter is freed"
 
 
 def train_adapters(world: World, argument: str):

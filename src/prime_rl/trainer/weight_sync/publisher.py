@@ -186,7 +186,8 @@ class Publisher:
             directory = self._transport.directory.resolve() / f"prime_rl-{run}" / target.name
         if self._snapshot is None:
             self._snapshot = HostSnapshot(self._plan, self._world.rank, self._world.device)
-            self._canary_model = None if self._canary is None else self._make_canary_model()
+        if self._canary is not None and self._canary_model is None:
+            self._canary_model = self._make_canary_model()
         on_host = self._snapshot.enqueue(self._state_dict.tensors())
         job = _Job(target, directory, version, time.perf_counter(), self._score_canary(), last)
         # With one rank, the process stays alive until the version is published, also after an error.
@@ -238,11 +239,11 @@ class Publisher:
 
     def _await_copy(self) -> None:
         """Wait until the weights may change: they are copied (on CUDA the device waits) and the canary is scored."""
-        job = self._job
-        if job is None or self._snapshot is None:
+        job, snapshot = self._job, self._snapshot
+        if job is None or snapshot is None:
             return
         started = time.perf_counter()
-        self._snapshot.delay_device_work()
+        snapshot.delay_device_work()
         self._wait_in_time(job, job.copied.wait)
         if (canary := job.canary) is not None:
             self._wait_in_time(job, lambda seconds: not futures.wait([canary], seconds).not_done)
@@ -284,6 +285,9 @@ class Publisher:
         job.activity = f"waiting for {other}the disk of {job.directory.parent}"
         with wrap_rank_errors(self._world.timeout_seconds):
             self._write(job, self._snapshot.buffer)
+        if self._state_dict.adapters_alone and self._world.device.type == "cpu":
+            # Small enough to allocate again: several runs then need it only while they publish.
+            self._snapshot = None
         job.seconds = time.perf_counter() - job.started
         if self._timeline is not None:
             self._timeline.add("write version", started, time.time(), version=job.version.step)
