@@ -287,6 +287,8 @@ def test_variables_are_below_a_resolved_file_and_unread_by_processes_of_rl(monke
         (RLConfig, [*OPENENV, "--orchestrator.env.args", "{'base_url': 'http://b:1'}"], ["are two servers; set url"]),
         (RLConfig, ["--orchestrator.env.type", "gym"], ["env.0.type = 'gym' (--orchestrator.env.type)", "'openenv'"]),
         (RLConfig, ["--output-dir", "~no-such-user/x"], ["output_dir = ~no-such-user/x (--output-dir)"]),
+        (RLConfig, ["--sampling.temperatur", "1"], ["did you mean --orchestrator.sampling.temperature?"]),
+        (RLConfig, ["--vllm.max-num-seqs", "1"], ["did you mean --inference.vllm.max-num-seqs?"]),
         (RLConfig, ["--ckpt-interval", "1"], ["did you mean --ckpt.interval?"]),
         (RLConfig, ["--actor.rollout.n", "8"], ["did you mean --orchestrator.rollouts-per-example?"]),
         (RLConfig, ["--orchestrator.env.args", "words=9"], ["valid dictionary; set orchestrator.env.0.args.KEY"]),

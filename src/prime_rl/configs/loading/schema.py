@@ -269,20 +269,23 @@ def hint(root: type[BaseConfig], parts: Sequence[str | int]) -> str:
 
     Names of other programs come first, then keys that are the whole path in some block (`env.0.id`), with its last
     part, with the same words (`ckpt_interval`), and with a similar last part. Whole paths only choose among these,
-    because two keys of one block have similar paths.
+    because two keys of one block have similar paths. A block that takes any key is proposed if none is like its own.
     """
     names = [normalise(str(part)).lower() for part in parts]
     other = _OUR_NAMES.get(dotted(names[-2:]), _OUR_NAMES.get(names[-1], ""))
     wanted = dotted((*names[:-1], other.rpartition(".")[2] or names[-1]))
     known = list(walk((root,)))
     keys = [dotted(path) for path, _ in known]
-    inside = (find(root, (*path, *names)) for path, node in known if node.variants)
+    inside = [found for path, node in known if node.variants and (found := find(root, (*path, *names)))]
+    similar = [key for key in keys if _similarity(key.rpartition(".")[2], names[-1]) >= _MIN_SIMILARITY]
     candidates = (
         [key for key in keys if other and f".{key}".endswith(f".{other}")],
-        [dotted(found[0]) for found in inside if found],
+        [dotted(path) for path, node in inside if node is not FREE],
+        [key for key in similar if len(names) > 1 and key.split(".")[-2:-1] == names[-2:-1]],
+        [dotted(path) for path, _ in inside],
         [key for key in keys if f".{key}".endswith(f".{names[-1]}")],
         [key for key in keys if f".{key}".replace(".", "_").endswith("_".join(("", *names)))],
-        [key for key in keys if _similarity(key.rpartition(".")[2], names[-1]) >= _MIN_SIMILARITY],
+        similar,
     )
 
     def distance(key: str) -> tuple[int, float]:
