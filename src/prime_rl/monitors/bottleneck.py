@@ -21,6 +21,8 @@ _BLOCKED_LOOP_SECONDS = 0.5
 _HINTS = {
     "inference": "add inference GPUs (without GPUs: cores), or lower max_tokens or rollouts_per_example",
     "concurrency limit": "set a higher {}",
+    "paused environment": "repair the environment or the server that fails (see its warnings), or raise "
+    "env.max_rollouts_per_minute",
     "environment": "raise orchestrator.workers_per_env, or make the environment faster",
     "grader": "make the reward function faster or asynchronous, or raise orchestrator.workers_per_env",
     "orchestrator": "raise orchestrator.workers_per_env, or give the orchestrator more CPU cores",
@@ -121,6 +123,8 @@ def _find(trained: Sequence[Row], orchestrator: Sequence[Row], limit_key: str) -
     if trainer_wait >= max(_MIN_SHARE, sampler_wait):
         if (evaluating := _evaluation(orchestrator, trained)) >= _MOST:
             return Bottleneck("evaluation", f"{evidence}, {evaluating:.0%} of its wait during evaluations")
+        if (paused := waits("wait_for_pause")) >= _MOST * trainer_wait:
+            return Bottleneck("paused environment", f"{evidence}, no group could start for {paused:.0%}")
         if (paused := waits("weight_update_pause")) >= _MOST * trainer_wait:
             return Bottleneck("weight update", f"{evidence}, sampling was paused for {paused:.0%}")
         return _sampling(shipped, evidence, limit_key)

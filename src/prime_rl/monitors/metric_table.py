@@ -288,6 +288,7 @@ _ORCHESTRATOR_METRICS = (
     Metric("packing/fill", "share", "tokens / (rows * `seq_len`)"),
     Metric("time/step", "s", "time since the last batch"),
     Metric("time/wait_for_policy", "s", "part of `time/step`: no group in flight until the next version"),
+    Metric("time/wait_for_pause", "s", "part of `time/step`: no group in flight while an environment or server pauses"),
     Metric("time/weight_update", "s", "duration of the latest weight update, seen by the orchestrator", "time/switch"),
     Metric(
         "time/weight_update_stage", "s", "part of the update: the slowest server reads the weights", "time/switch_stage"

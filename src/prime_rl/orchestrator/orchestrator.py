@@ -304,7 +304,6 @@ class OrchestratorLoop:
             if (group_ids := self._scheduler.ready()) is not None:
                 await self._ship(group_ids)
                 continue
-            self._counters.set_blocked(not self._scheduler.in_flight)
             await self._wait_for_progress()
 
     async def _ship(self, group_ids: list[int]) -> None:
@@ -431,6 +430,7 @@ class OrchestratorLoop:
         progress_token = step, version, self._num_ended
         if in_flight or may_start or not servers:
             pauses = [] if in_flight else self._dispatcher.find_pauses(time.monotonic())
+            self._counters.wait_for("pause" if pauses else None)
             names = ", ".join(pool.name for pool in self._pools)
             groups = f"{in_flight} groups in flight at {names}" if in_flight else f"a group of {names} to start"
             waiting_for = " and ".join(pauses) or (groups if servers else "an inference server")
@@ -440,6 +440,7 @@ class OrchestratorLoop:
                 on_wait=self._dispatcher.report_wait,
             )  # fmt: skip
         else:
+            self._counters.wait_for("policy")
             version += 1
             waiting_for = f"the trainer to publish version {version}{self._paths.log_hint(TRAINER)}"
             phase = f"wait for version {version}"

@@ -4,12 +4,12 @@ import asyncio
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -46,8 +46,8 @@ class RunCounters:
     tokens: int = 0
     rewards: list[NDArray[np.float64]] = field(default_factory=list)
     batch_started: float = field(default_factory=time.monotonic)
-    blocked_since: float | None = None
-    blocked_seconds: float = 0.0
+    waiting: tuple[str, float] | None = None
+    waited_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def restored(self, group: Group) -> None:
         """Count a group that an earlier process sampled completely, and not as one since the last batch."""
@@ -70,27 +70,26 @@ class RunCounters:
         """Count the tokens of a batch."""
         self.shipped_tokens += int((batch.versions >= 0).sum())
 
-    def set_blocked(self, blocked: bool) -> None:
-        """Start or stop the timer of the time in which no group can run until the next version."""
+    def wait_for(self, what: Literal["policy", "pause"] | None) -> None:
+        """Start the timer of the time in which no group runs until the next version or a pause ends; None stops it."""
         now = time.monotonic()
-        if blocked and self.blocked_since is None:
-            self.blocked_since = now
-        elif not blocked and self.blocked_since is not None:
-            self.blocked_seconds += now - self.blocked_since
-            self.blocked_since = None
+        if self.waiting is not None:
+            self.waited_seconds[self.waiting[0]] += now - self.waiting[1]
+        self.waiting = what and (what, now)
 
     def next_batch(self, held: Iterable[Group], losses: DiscardedWork, pass_threshold: float) -> dict[str, float]:
         """Return the metrics since the last batch and reset the timers.
 
         `held` are complete groups not yet shipped; a rollout with a reward of `pass_threshold` solves its example.
         """
-        self.set_blocked(False)
+        self.wait_for(None)
         now = time.monotonic()
         elapsed = now - self.batch_started
         held_tokens = sum(int(group.lengths.sum()) for group in held)
         metrics = {
             "time/step": elapsed,
-            "time/wait_for_policy": self.blocked_seconds,
+            "time/wait_for_policy": self.waited_seconds["policy"],
+            "time/wait_for_pause": self.waited_seconds["pause"],
             "perf/rollouts_per_second": self.rollouts / elapsed if elapsed else 0.0,
             "perf/tokens_per_second": self.tokens / elapsed if elapsed else 0.0,
             "reward/sampled/mean": float(np.mean(np.concatenate(self.rewards))) if self.rewards else math.nan,
@@ -104,7 +103,8 @@ class RunCounters:
             "groups/retried": self.retried,
             **{f"dropped/{reason}": count for reason, count in self.dropped.items()},
         }
-        self.batch_started, self.blocked_seconds, self.rollouts, self.tokens, self.rewards = now, 0.0, 0, 0, []
+        self.waited_seconds.clear()
+        self.batch_started, self.rollouts, self.tokens, self.rewards = now, 0, 0, []
         return metrics
 
 

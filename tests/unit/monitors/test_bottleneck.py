@@ -9,7 +9,7 @@ from prime_rl.monitors.bottleneck import find_bottleneck, limit_key_of
 
 
 def simulate(sample=1.0, train=1.0, k=1, publish=0.0, update=0.0, checkpoint=0.0, pause=0.0, steps=14, noise=0.0,
-             parts=None, evaluation=None, hold=0.0):  # fmt: skip
+             parts=None, evaluation=None, hold=0.0, stopped=0.0):  # fmt: skip
     """Return the lines of both processes. Batch n is sampled from version n - k or later, one batch after the other.
 
     Every duration is in seconds; `evaluation` is (steps between two, slowdown of sampling while one runs).
@@ -29,7 +29,7 @@ def simulate(sample=1.0, train=1.0, k=1, publish=0.0, update=0.0, checkpoint=0.0
         ready = begin + seconds
         row = {"step": step, "time": ready, "time/step": ready - shipped_before, "reward/mean": 0.5,
                "time/wait_for_policy": begin - free, "time/weight_update": update,
-               "time/weight_update_pause": pause}  # fmt: skip
+               "time/weight_update_pause": pause, "time/wait_for_pause": stopped}  # fmt: skip
         orchestrator.append(row | {f"env/math/time/{part}": seconds * share for part, share in (parts or {}).items()})
         if hold:
             orchestrator.append({"step": step, "time": ready, "eval/held_s": held, "eval/time_s": hold})
@@ -48,6 +48,7 @@ ENGINE, ENV, GRADER = ({"engine": 0.9, "environment": 0.1}, {"engine": 0.2, "env
 CASES = {
     "inference": [{"sample": s, "k": k, "parts": ENGINE} for s, k in itertools.product((1.5, 3, 20), (1, 2, 4))]
     + [{"sample": 8, "k": 0, "parts": {"engine": 0.95}}],
+    "paused environment": [{"sample": s, "stopped": s - 1, "parts": ENGINE} for s in (4, 20)],
     "environment": [{"sample": s, "parts": ENV} for s in (1.5, 5)],
     "grader": [{"sample": s, "k": 2, "parts": GRADER} for s in (1.5, 5)]
     + [{"sample": 8, "k": 0, "parts": {"engine": 0.05, "scoring": 0.95}}],

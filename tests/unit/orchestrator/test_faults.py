@@ -81,7 +81,9 @@ async def test_environment_outage_costs_a_few_groups(tmp_path):
     check_stream(paths)
     errors = [line for line in records(paths, "dropped") if line["reason"] == "error/toy_environment"]
     assert 3 <= len(errors) <= 20, "without pauses it is hundreds a second"
-    assert metrics(paths)[-1]["failing_seconds/toy_environment"] == 0
+    first, *_, last = metrics(paths)
+    assert last["failing_seconds/toy_environment"] == 0
+    assert first["time/wait_for_pause"] > 0.1 > first["time/wait_for_policy"], "nothing waited for the trainer"
 
 
 async def test_environment_that_never_worked_warns_and_ends_the_run_early(tmp_path, engine):
