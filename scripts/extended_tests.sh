@@ -11,7 +11,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 unset PYTHONDONTWRITEBYTECODE
 
-parts=(units trainer orchestrator inference rl runs api tinker relay sandbox page nodes slurm bare chaos python-3.12 release)
+parts=(units trainer orchestrator inference families rl runs api tinker relay sandbox page nodes slurm bare chaos python-3.12 release)
 
 need() {  # COMMAND PACKAGE...: install the packages if the command is missing
     [ -x "$(command -v "$1")" ] || [ -x "/usr/sbin/$1" ] && return
@@ -30,6 +30,7 @@ run_part() {
         trainer) extended tests/unit/trainer tests/integration/{trainer,sft} ;;
         orchestrator) extended tests/unit/{orchestrator,rollouts,evaluation,environments} ;;
         inference) extended tests/integration/inference ;;
+        families) extended tests/integration/families ;;
         rl) extended tests/integration/rl/shared_server tests/integration/rl/test_[a-l]*.py ;;
         runs) extended tests/integration/rl/test_[m-z]*.py ;;
         api) extended tests/integration/{api,delivery} ;;

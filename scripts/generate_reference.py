@@ -7,6 +7,7 @@ from pathlib import Path
 
 import reference_config
 import reference_metrics
+import reference_models
 import reference_routes
 import reference_sampling
 import reference_tinker
@@ -15,6 +16,7 @@ REFERENCE = Path(__file__).parents[1] / "docs/reference"
 PAGES: dict[str, Callable[[], str]] = {
     "config": reference_config.page,
     "metrics": reference_metrics.page,
+    "models": reference_models.page,
     "routes": reference_routes.page,
     "sampling": reference_sampling.page,
     "tinker": reference_tinker.page,

@@ -29,8 +29,10 @@ def process_group() -> Iterator[None]:
 class PolicyPublisher:
     """A policy whose weights the test sets, and the publisher of its versions."""
 
-    def __init__(self, model: Path, weights: Path, broadcast: Any, **options: Any) -> None:
-        config = TrainerModelConfig(name=str(model))
+    def __init__(
+        self, model: Path, weights: Path, broadcast: Any, lora: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        config = TrainerModelConfig(name=str(model), lora=lora)
         world = World(rank=0, size=1, device=torch.device("cpu"))
         self.policy = shard_policy(load_policy(config, seed=0), config, world)
         tokenizer = load_tokenizer(TokenizerConfig(), config)
