@@ -1,6 +1,7 @@
-"""The routes: who may call, what is refused, and that a repeated request runs once. The trainer is a double."""
+"""The routes: who may call, what is refused, and that a repeated request runs once. One test has a real trainer."""
 
 import asyncio
+import random
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -8,16 +9,21 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from tests.support.tiny_model import make_tiny_model
 from tinker.proto import tinker_public_pb2 as pb
 
+from prime_rl.configs.training.model import ALL_LINEAR, LoRAConfig, TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.storage.artifact import publish_artifact
+from prime_rl.trainer.parallel.process_group import join_world
+from prime_rl.trainer.weights.adapter_files import ADAPTER_WEIGHTS
 from prime_rl_tinker import app as routes
 from prime_rl_tinker.api_main import read_key
 from prime_rl_tinker.app import make_app
 from prime_rl_tinker.checkpoint_store import CheckpointPath, CheckpointStore
 from prime_rl_tinker.config import TinkerConfig
 from prime_rl_tinker.messages import Answer, ForwardBackward, SaveWeights
+from prime_rl_tinker.model_trainer import OPTIMIZER_STATE, ModelTrainer
 from prime_rl_tinker.sequencer import Sequencer
 from prime_rl_tinker.service import ServedModel, Service
 
@@ -26,7 +32,7 @@ MODEL = "Qwen/Qwen3-8B"
 
 
 class Server:
-    """A client of the application, with what the trainer executed."""
+    """A client of the application, with what its double of a trainer executed."""
 
     def __init__(self, tmp_path):
         self.executed, self.completions, self.gate, self.now = [], [], asyncio.Event(), 0.0
@@ -69,10 +75,11 @@ class Server:
         is_json = response.headers["content-type"] == "application/json"
         return response.json() if is_json else response.content
 
-    async def model(self, number=0, rank=4):
+    async def model(self, number=0, rank=4, seed=0):
         """Create a session with a model; returns its id."""
         session = (await self.post("create_session", tags=[], user_metadata=None, sdk_version="0.38"))["session_id"]
-        body = {"session_id": session, "model_seq_id": number, "base_model": MODEL, "lora_config": {"rank": rank}}
+        lora = {"rank": rank, "seed": seed}
+        body = {"session_id": session, "model_seq_id": number, "base_model": MODEL, "lora_config": lora}
         answer = await self.result(await self.post("create_model", **body, user_metadata={"renderer": "x"}))
         assert answer["model_id"] == f"{session}:train:{number}"
         return answer["model_id"]
@@ -94,12 +101,16 @@ async def running(server):
         await task
 
 
-def chunk(model_id, seq_id, first=1):
-    request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
-    datum = request.data.add()
-    datum.model_input.add().encoded_text.tokens = np.array([first, 2], np.int32).tobytes()
-    targets = pb.Tensor(dense=np.array([3, 4], np.int64).tobytes(), dtype=pb.DTYPE_INT64, shape=[2])
-    datum.loss_fn_inputs["target_tokens"].CopyFrom(targets)
+def chunk(model_id, seq_id, samples=((1, 2),), forward_only=False):
+    """Return a request that scores samples; the targets are the tokens in reverse order."""
+    request = pb.ForwardBackwardRequest(
+        model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy", forward_only=forward_only
+    )
+    for tokens in samples:
+        datum, targets = request.data.add(), np.array(tokens[::-1], np.int64)
+        datum.model_input.add().encoded_text.tokens = np.array(tokens, np.int32).tobytes()
+        tensor = pb.Tensor(dense=targets.tobytes(), dtype=pb.DTYPE_INT64, shape=[len(tokens)])
+        datum.loss_fn_inputs["target_tokens"].CopyFrom(tensor)
     return request.SerializeToString()
 
 
@@ -130,7 +141,7 @@ async def test_chunks_in_any_order_and_twice_run_once_in_their_order(server):
     model = await server.model()
     futures = {}
     for number in (3, 2, 3, 1, 2, 1):
-        response = await server.http.post("forward_backward", content=chunk(model, number, first=number))
+        response = await server.http.post("forward_backward", content=chunk(model, number, [(number, 2)]))
         assert response.status_code == 200
         futures.setdefault(number, set()).add(response.json()["request_id"])
     assert all(len(ids) == 1 for ids in futures.values())
@@ -140,6 +151,77 @@ async def test_chunks_in_any_order_and_twice_run_once_in_their_order(server):
         assert dict(output.metrics) == {"loss:sum": 1.0}
     passes = [one for one in server.executed if isinstance(one, ForwardBackward)]
     assert [np.frombuffer(one.samples[0].tokens, np.int64)[0] for one in passes] == [1, 2, 3]
+
+
+class TrainingServer(Server):
+    """A server with a real trainer."""
+
+    def __init__(self, tmp_path, trainer):
+        super().__init__(tmp_path)
+        self.trainer = trainer
+
+    async def execute(self, operations):
+        return await asyncio.to_thread(self.trainer.execute, operations)  # requests arrive meanwhile
+
+    async def submit(self, model_id, number, seed):
+        """Submit operation `number` of a model, one of those of `seed`; returns its future."""
+        random = np.random.default_rng([seed, number])
+        if number % 40 == 0:
+            body = {"model_id": model_id, "seq_id": number, "path": str(number), "overwrite": True}
+            return await self.post("save_weights", **body)
+        if number % 4 == 0:
+            adam = {"learning_rate": 10 ** random.uniform(-3, -2), "weight_decay": 0.01, "grad_clip_norm": 1.0}
+            return await self.post("optim_step", model_id=model_id, seq_id=number, adam_params=adam)
+        samples = [random.integers(0, 50, random.integers(2, 9)).tolist() for _ in range(random.integers(1, 4))]
+        content = chunk(model_id, number, samples, forward_only=number % 9 == 0)
+        response = await self.http.post("forward_backward", content=content)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def fetch(self, future):
+        """Return a result, without the path of a checkpoint, which names its model."""
+        while isinstance(answer := await self.result(future), dict) and answer.get("type") == "try_again":
+            pass
+        return answer if isinstance(answer, bytes) else {**answer, "path": None}
+
+    async def files(self, model_id, number):
+        """Return the bytes of the weights and of the optimizer's state."""
+        saved = await self.post("save_weights", model_id=model_id, path="last", seq_id=number)
+        await self.fetch(saved)
+        folder = self.store.folder(CheckpointPath(model_id, "weights", "last"))
+        return {name: (folder / name).read_bytes() for name in (ADAPTER_WEIGHTS, OPTIMIZER_STATE)}
+
+
+@pytest.mark.parametrize("count", [120, pytest.param(2000, marks=pytest.mark.extended)])
+async def test_shuffled_and_repeated_operations_have_the_sequential_result_bit_for_bit(count, tmp_path):
+    """Three models in company, requests in any order and 5 % of them twice; then each model alone, in order."""
+    path, ranks, found = make_tiny_model(tmp_path / "model"), (2, 4, 8), []
+    config = TrainerModelConfig(name=str(path), seq_len=16, lora=LoRAConfig(rank=8, target_modules=[ALL_LINEAR]))
+    last, shuffler = count // len(ranks), random.Random(count)
+    with join_world("cpu", 60) as world:
+        trainer = ModelTrainer(config, world)
+        async with running(TrainingServer(tmp_path, trainer)) as server:
+            models = [await server.model(rank=rank, seed=rank) for rank in ranks]
+            arrivals = [(model, number) for number in range(1, last + 1) for model in range(len(ranks))]
+            for begin in range(0, len(arrivals), 60):  # the requests that are in flight together
+                part = arrivals[begin : begin + 60]
+                shuffler.shuffle(part)
+                arrivals[begin : begin + 60] = part
+            futures = {}
+            for arrival in arrivals:
+                futures[arrival] = await server.submit(models[arrival[0]], arrival[1], seed=arrival[0])
+                if shuffler.random() < 0.05:
+                    model, number = shuffler.choice(list(futures)[-120:])
+                    assert await server.submit(models[model], number, seed=model) == futures[model, number]
+            answers = {arrival: await server.fetch(future) for arrival, future in futures.items()}
+            found = [await server.files(model, last + 1) for model in models]
+        for index, rank in enumerate(ranks):
+            async with running(TrainingServer(tmp_path, trainer)) as server:
+                model = await server.model(rank=rank, seed=rank)
+                for number in range(1, last + 1):
+                    future = await server.submit(model, number, seed=index)
+                    assert await server.fetch(future) == answers[index, number]
+                assert await server.files(model, last + 1) == found[index]
 
 
 async def test_result_that_is_not_there_yet_is_asked_for_again(server, monkeypatch):
