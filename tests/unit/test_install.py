@@ -114,7 +114,7 @@ def test_install_in_an_empty_home_leads_to_a_running_main_job(tmp_path):
     assert (checkout / "outputs" / "weights" / "step_2").is_dir()
 
 
-def test_doctor_install_prints_one_line_per_check_and_its_exit_code(capsys, monkeypatch):
+def test_doctor_install_prints_one_line_per_check_and_its_exit_code(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(installation_check, "check_sandbox", lambda: SandboxReport(False, "no namespaces"))
     monkeypatch.setattr(installation_check, "_import", lambda program: CPU_TORCH | {"device": "cpu", "kernels": True})
@@ -122,6 +122,10 @@ def test_doctor_install_prints_one_line_per_check_and_its_exit_code(capsys, monk
     lines = capsys.readouterr().out.splitlines()
     assert [line[6:18].strip() for line in lines] == NAMES
     assert {line[:5].strip() for line in lines} <= {"ok", "warn"}
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/trainer.toml").write_text(f'model.name = "{ROOT / "configs/reverse_text/model"}"')
+    assert doctor._main([str(tmp_path), "--install"]) == 0
+    assert "model        qwen3: " in capsys.readouterr().out
     monkeypatch.setattr(installation_check, "_import", lambda program: 1 / 0)
     assert doctor._main(["--install", "--json"]) == 1
     by_name = {check["name"]: check for check in json.loads(capsys.readouterr().out)}

@@ -44,7 +44,7 @@ def _main(argv: Sequence[str]) -> int:
     parser.add_argument("--watch", action="store_true", help="repeat every 5 seconds until the run is over")
     arguments = parser.parse_args(argv)
     if arguments.install:
-        return _check_installation(as_object=arguments.json)
+        return _check_installation(arguments.output_dir, as_object=arguments.json)
     if arguments.sandbox:
         return _check_sandbox(as_object=arguments.json)
     if arguments.output_dir is None:
@@ -68,12 +68,12 @@ def _main(argv: Sequence[str]) -> int:
         time.sleep(_WATCH_INTERVAL_SECONDS)
 
 
-def _check_installation(*, as_object: bool) -> int:
+def _check_installation(output_dir: str | None, *, as_object: bool) -> int:
     """Print one line per check, as soon as it is known; return 1 if one failed."""
     from prime_rl.supervisor.doctor.installation_check import CheckLevel, check_installation
 
     checks = []
-    for check in check_installation(Path(os.environ.get("OUTPUT_DIR") or "outputs")):
+    for check in check_installation(Path(output_dir or os.environ.get("OUTPUT_DIR") or "outputs")):
         checks.append(check)
         if not as_object:
             print(check, flush=True)

@@ -35,7 +35,7 @@ from tests.unit.trainer.test_policy_model import pack
 from tests.unit.trainer.world import run_world
 
 ROOT = Path(__file__).parents[3]
-ROWS = ROOT / "docs/reference/models.json"
+ROWS = ROOT / "src/prime_rl/supervisor/planning/tried_families.json"
 LAYOUTS = {"tp": {"tp": 2}, "cp": {"cp": {"degree": 2}}, "ep": {"ep": 2}}
 PROMPTS = [[5 + (7 * i + i * j) % 250 for i in range(40 + 150 * j)] for j in range(3)]  # 40 to 340 tokens
 LIMIT = 1e-4

@@ -1,7 +1,9 @@
 """`plan`: published figures, what it prints and refuses, and that its advice helps."""
 
 import json
+import re
 import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -10,7 +12,7 @@ import pytest
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import ConfigError, RunError
-from prime_rl.entrypoints import plan
+from prime_rl.entrypoints import plan, rl
 from prime_rl.supervisor import launch
 from prime_rl.supervisor.planning import gpu_table, plan_changes
 from prime_rl.supervisor.planning.gpu_table import find_gpu, parse_gpus
@@ -144,6 +146,28 @@ def test_name_of_a_fine_tuned_model_has_the_shape_of_its_base():
     for name in ("DeepSeek-R1-Distill-Some-7B", "GLM-4.5V", "Qwen3-0.6"):
         with pytest.raises(ConfigError, match="unknown"):
             load_shape(name)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"model_type": "gpt_oss"}', r"gpt_oss: .* trains, packed, ep, .*; tp: no: model.tp"),
+        (
+            '{"model_type": "images", "text_config": {"model_type": "qwen3"}}',
+            "qwen3: .* trains, packed, tp, cp, ",
+        ),
+        ('{"model_type": "unheard"}', "unheard: not in the table"),
+        ("{", None),
+        ("[]", None),
+    ],
+)
+def test_rl_dry_run_says_what_works_with_the_family(config, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(config)
+    monkeypatch.setattr(sys, "argv", ["rl", "--model.name", str(tmp_path), "--dry-run"])
+    with pytest.raises(SystemExit):
+        rl.main()
+    found = re.search("^model (.*)", capsys.readouterr().err, re.MULTILINE)
+    assert found is None if said is None else re.match(said, found[1])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +22,8 @@ from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.http_requests import send_request
 from prime_rl.core.terminal_escape import escape_control_chars
 from prime_rl.inference.vllm.libnuma import provide_libnuma
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.planning.model_shape import describe_family
 from prime_rl_sandbox.execution import SandboxConfigError
 from prime_rl_sandbox.jail.bubblewrap import JAIL_UID, bubblewrap_version, find_bubblewrap, find_interpreter
 from prime_rl_sandbox.prime_jail import check_prime
@@ -78,7 +81,10 @@ class InstallationCheck:
 
 
 def check_installation(directory: Path) -> Iterator[InstallationCheck]:
-    """Run all checks and yield each result when it is known. Runs will be written below `directory`."""
+    """Run all checks and yield each result when it is known. Runs will be written to `directory`.
+
+    If it holds a run already, a check names what works with its model.
+    """
     yield _check("python", _check_python)
     torch: dict[str, Any] = {}
     yield _check("torch", lambda: _check_torch(torch))
@@ -90,6 +96,8 @@ def check_installation(directory: Path) -> Iterator[InstallationCheck]:
     yield _check("write access", lambda: _check_write_access(directory))
     yield _check("hub", lambda: _check_hub(_HUB_TIMEOUT_SECONDS))
     yield _check("sandbox", _check_sandbox)
+    if (file := RunPaths(directory).config("trainer")).is_file():
+        yield _check("model", lambda: _check_model(file))
 
 
 def _check(name: str, check: Callable[[], tuple[CheckLevel, str]]) -> InstallationCheck:
@@ -214,6 +222,13 @@ def _check_sandbox() -> tuple[CheckLevel, str]:
     if report.isolated:
         return CheckLevel.OK, f"bwrap, isolated: {report.message}"
     return CheckLevel.WARN, f"not available: {report.message}; only environments that run code need it"
+
+
+def _check_model(file: Path) -> tuple[CheckLevel, str]:
+    """Compare with the table of families the model in the trainer's configuration."""
+    name = tomllib.loads(file.read_text())["model"]["name"]
+    family = describe_family(name)
+    return CheckLevel.OK, family or f"{name} is not on this machine yet; docs/reference/models.md has the families"
 
 
 @dataclass(frozen=True, slots=True)

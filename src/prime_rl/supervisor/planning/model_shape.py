@@ -1,7 +1,8 @@
 """Parameters, FLOPs and activations of a language model, from its config.json, without torch or transformers.
 
 The counts equal those of transformers' models. `models.json` has the configurations of common models, so that a plan
-needs no hub; keys that it omits are transformers' defaults.
+needs no hub; keys that it omits are transformers' defaults. `tried_families.json` has what works with small models of
+each family, as tests/integration/families has tried it.
 """
 
 import json
@@ -18,6 +19,7 @@ from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.orchestrator.packing import RowCost
 
 _KNOWN = Path(__file__).with_name("models.json")
+_TRIED = Path(__file__).with_name("tried_families.json")
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3", "granite", "nanochat")
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -168,8 +170,7 @@ def load_shape(name: str) -> ModelShape:
         ConfigError: the model is unknown, or its config.json is of an unsupported kind.
     """
     key, known = name.rpartition("/")[2].lower().removeprefix("meta-"), _known_models()
-    directory = Path(name).expanduser()
-    source = directory / "config.json" if directory.is_dir() else None if key in known else _cached_config(name)
+    source = None if key in known and not Path(name).expanduser().is_dir() else _config_file(name)
     if source is None:
         bases = [base for base in known if f"{key}-".startswith(f"{base}-") and "-distill-" not in key[len(base) :]]
         if not bases:
@@ -193,12 +194,36 @@ def _known_models() -> dict[str, dict[str, Any]]:
     return {name.lower(): config for names, config in models.items() for name in names.split()}
 
 
-def _cached_config(name: str) -> Path | None:
+def describe_family(name: str, revision: str | None = None) -> str | None:
+    """Return what works with the family of a model, and what does not, as docs/reference/models.md says.
+
+    None if the model is neither a local directory nor in the hub's cache, or its config.json has no `model_type`.
+    """
+    source = _config_file(name, revision)
+    try:
+        config = json.loads(source.read_text()) if source is not None else {}
+        family = (config.get("text_config") or config).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not isinstance(family, str):
+        return None
+    row: dict[str, str] | None = json.loads(_TRIED.read_text()).get(family)
+    if row is None:
+        return f"{family}: not in the table of tried families (docs/reference/models.md); it is tried at the start"
+    works = ", ".join(cell for cell, found in row.items() if found == "yes")
+    refused = [f"; {cell}: {found}" for cell, found in row.items() if found.startswith("no: ")]
+    return f"{family}: tried with a small model: {works}{''.join(refused)}"
+
+
+def _config_file(name: str, revision: str | None = None) -> Path | None:
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return directory / "config.json"
     from huggingface_hub import try_to_load_from_cache  # slow to import
     from huggingface_hub.errors import HFValidationError
 
     with suppress(HFValidationError):
-        found = try_to_load_from_cache(name, "config.json")
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
         return Path(found) if isinstance(found, str) else None
     return None
 
