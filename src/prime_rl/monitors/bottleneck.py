@@ -20,7 +20,7 @@ _MOST = 0.5
 _BLOCKED_LOOP_SECONDS = 0.5
 _HINTS = {
     "inference": "add inference GPUs (without GPUs: cores), or lower max_tokens or rollouts_per_example",
-    "concurrency limit": "set a higher {}",
+    "request limit": "set a higher inference.vllm.max_num_seqs",
     "paused environment": "repair the environment or the server that fails (see its warnings), or raise "
     "env.max_rollouts_per_minute",
     "environment": "raise orchestrator.workers_per_env, or make the environment faster",
@@ -51,32 +51,59 @@ class Bottleneck:
 
     Attributes:
         window: begin and end of the steps that count, in Unix seconds.
-        limit_key: of a concurrency limit, the key that raises it.
+        remedy: what reduces it; empty for the usual one of the cause.
     """
 
     cause: str | None
     evidence: str
     where: str = ""
     window: tuple[float, float] = (0.0, 0.0)
-    limit_key: str = ""
+    remedy: str = ""
 
     def __str__(self) -> str:
         if self.cause is None:
             return f"no bottleneck: {self.evidence}"
-        return (
-            f"{self.cause}{self.where} is the bottleneck: {self.evidence}; {_HINTS[self.cause].format(self.limit_key)}"
-        )
+        return f"{self.cause}{self.where} is the bottleneck: {self.evidence}; {self.remedy or _HINTS[self.cause]}"
 
 
-def limit_key_of(max_concurrent: object, adaptive: object) -> str:
-    """Return the key that limits the rollouts in flight, from those two keys of the orchestrator."""
-    if isinstance(max_concurrent, int):
-        return FIXED_LIMIT
-    return _LARGEST_LIMIT if adaptive else _FIRST_LIMIT
+@dataclass(frozen=True, slots=True)
+class SpeedSettings:
+    """Settings of a run that its bottleneck depends on.
+
+    Attributes:
+        limit_key: the key that limits the rollouts in flight.
+        request_limit: requests that all engines process at once, from `inference.vllm.max_num_seqs`; None if unknown.
+    """
+
+    limit_key: str = FIXED_LIMIT
+    request_limit: int | None = None
+
+
+def speed_settings(config: Row) -> SpeedSettings:
+    """Select the settings from the resolved configuration of `rl`; unknown ones get their defaults."""
+    limit_key = _LARGEST_LIMIT if _get(config, "orchestrator.concurrency.adaptive", True) else _FIRST_LIMIT
+    if isinstance(_get(config, "orchestrator.max_concurrent"), int):
+        limit_key = FIXED_LIMIT
+    limit, copies = (_get(config, f"inference.{key}") for key in ("vllm.max_num_seqs", "parallel.dp"))
+    if isinstance(limit, int):
+        servers = _get(config, "orchestrator.client.base_url")
+        limit *= (copies if isinstance(copies, int) else 1) * (len(servers) if isinstance(servers, list) else 1)
+    return SpeedSettings(limit_key, limit if isinstance(limit, int) else None)
+
+
+def _get(config: Any, key: str, default: Any = None) -> Any:
+    for part in key.split("."):
+        if not isinstance(config, Mapping) or part not in config:
+            return default
+        config = config[part]
+    return config
+
+
+_UNKNOWN = SpeedSettings()
 
 
 def find_bottleneck(
-    trainer: Sequence[Row], orchestrator: Sequence[Row], since: float = 0.0, limit_key: str = FIXED_LIMIT
+    trainer: Sequence[Row], orchestrator: Sequence[Row], since: float = 0.0, settings: SpeedSettings = _UNKNOWN
 ) -> Bottleneck | None:
     """Return what limits the last `NUM_STEPS` steps; None before there are enough.
 
@@ -84,15 +111,15 @@ def find_bottleneck(
         trainer: lines of metrics/trainer.jsonl in order.
         orchestrator: lines of metrics/orchestrator.jsonl in order, with those of evaluations.
         since: Unix seconds of the last start of a process; earlier lines do not count.
-        limit_key: see `limit_key_of`.
+        settings: of the run.
     """
     trained = [row for row in trainer if "time/step" in row and "time" in row and row["time"] >= since]
     trained = trained[-1 - NUM_STEPS :]
-    found = _find(trained, orchestrator, limit_key) if len(trained) > _MIN_STEPS else None
+    found = _find(trained, orchestrator, settings) if len(trained) > _MIN_STEPS else None
     return found and replace(found, window=(trained[0]["time"], trained[-1]["time"]))
 
 
-def _find(trained: Sequence[Row], orchestrator: Sequence[Row], limit_key: str) -> Bottleneck | None:
+def _find(trained: Sequence[Row], orchestrator: Sequence[Row], settings: SpeedSettings) -> Bottleneck | None:
     """Name what limits the steps after the first one of `trained`."""
     begin, steps = trained[0]["time"], trained[1:]
     total = max(trained[-1]["time"] - begin, 1e-9)
@@ -127,7 +154,7 @@ def _find(trained: Sequence[Row], orchestrator: Sequence[Row], limit_key: str) -
             return Bottleneck("paused environment", f"{evidence}, no group could start for {paused:.0%}")
         if (paused := waits("weight_update_pause")) >= _MOST * trainer_wait:
             return Bottleneck("weight update", f"{evidence}, sampling was paused for {paused:.0%}")
-        return _sampling(shipped, evidence, limit_key)
+        return _sampling(shipped, evidence, settings)
     if sampler_wait >= _MIN_SHARE:
         parts = {
             "trainer": time("train"), "checkpoint": checkpoint, "weight update": time("publish"),
@@ -152,7 +179,7 @@ def _sum(rows: Sequence[Row], name: str) -> float:
     return float(sum(row.get(name) or 0.0 for row in rows))
 
 
-def _sampling(rows: Sequence[Row], evidence: str, limit_key: str) -> Bottleneck:
+def _sampling(rows: Sequence[Row], evidence: str, settings: SpeedSettings) -> Bottleneck:
     """Name the part of a rollout that takes longest: the engine, an environment or its grader, or our event loop."""
     seconds = defaultdict[tuple[str, str], float](float)
     for row in rows:
@@ -166,12 +193,10 @@ def _sampling(rows: Sequence[Row], evidence: str, limit_key: str) -> Bottleneck:
     engine = shares.get("engine", 0.0)
     if not shares or engine >= _MOST or part == "engine":
         took = f", the engine took {engine:.0%} of the rollouts' time" if shares else ""
-        limits = [row["inference/concurrency_limit"] for row in rows if _is_limited(row, limit_key == _LARGEST_LIMIT)]
-        if len(limits) > _MOST * len(rows):
-            reached = f", sampling reached its limit of {limits[-1]:.0f} rollouts, and no request waited on a server"
-            if limit_key == _LARGEST_LIMIT and limits[-1] > limits[0]:  # it still grows
-                limit_key = _FIRST_LIMIT
-            return Bottleneck("concurrency limit", evidence + reached, limit_key=limit_key)
+        if (limit := _concurrency_limit(rows, evidence, settings.limit_key)) is not None:
+            return limit
+        if reached := _reached_requests(rows, settings.request_limit):
+            return Bottleneck("request limit", evidence + reached)
         return Bottleneck("inference", evidence + took)
     cause = {"scoring": "grader"}.get(part, part)
     slowest = max((key for key in seconds if key[0] == part), key=lambda key: seconds[key])[1]
@@ -182,9 +207,38 @@ def _sampling(rows: Sequence[Row], evidence: str, limit_key: str) -> Bottleneck:
     )
 
 
+def _concurrency_limit(rows: Sequence[Row], evidence: str, limit_key: str) -> Bottleneck | None:
+    """Return the limit of rollouts in flight if it holds back sampling in most rows."""
+    limits = [row["inference/concurrency_limit"] for row in rows if _is_limited(row, limit_key == _LARGEST_LIMIT)]
+    if len(limits) <= _MOST * len(rows):
+        return None
+    reached = f", sampling reached its limit of {limits[-1]:.0f} rollouts, and no request waited on a server"
+    if limit_key == _LARGEST_LIMIT and limits[-1] > limits[0]:  # it still grows
+        limit_key = _FIRST_LIMIT
+    return Bottleneck("concurrency limit", evidence + reached, remedy=f"set a higher {limit_key}")
+
+
+def _reached_requests(rows: Sequence[Row], limit: int | None) -> str:
+    """Return the evidence that requests wait for a place in the engines' batches and not for KV cache; else ""."""
+    full = [
+        row
+        for row in rows
+        if limit and (row.get("inference/requests_running") or 0) >= limit and _kv_usage(row) < _KV_HELD
+    ]
+    waiting = max((row.get("inference/requests_waiting") or 0 for row in full), default=0)
+    if len(full) <= _MOST * len(rows) or not waiting:
+        return ""
+    ran = f"the engine ran {limit} requests, its limit, up to {waiting:.0f} waited"
+    return f", {ran}, and the KV cache was {max(map(_kv_usage, full)):.0%} full"
+
+
+def _kv_usage(row: Row) -> float:
+    return float(row.get("inference/kv_usage/max") or 0.0)
+
+
 def _is_limited(row: Row, is_adaptive: bool) -> bool:
     """Whether a limit holds back sampling. A full KV cache holds an adaptive one, so then the server is too slow."""
-    if is_adaptive and (row.get("inference/kv_usage/max") or 0) >= _KV_HELD:
+    if is_adaptive and _kv_usage(row) >= _KV_HELD:
         return False
     in_flight, limit = row.get("inference/in_flight"), row.get("inference/concurrency_limit")
     return bool(in_flight and limit and in_flight >= limit and not row.get("inference/requests_waiting"))

@@ -22,7 +22,7 @@ from prime_rl.core.entry_point import uv_run
 from prime_rl.core.json_lines import JsonTail
 from prime_rl.core.terminal_escape import escape_control_chars
 from prime_rl.liveness.heartbeat_monitor import read_heartbeats
-from prime_rl.monitors.bottleneck import FIXED_LIMIT
+from prime_rl.monitors.bottleneck import SpeedSettings
 from prime_rl.monitors.slow_rank import NUM_STEPS, find_slow_rank
 from prime_rl.storage.paths import RUN_FOLDER, RunPaths, steps_in
 from prime_rl.storage.wait_for import watch_directory
@@ -75,13 +75,18 @@ class ConsoleProgress:
     """Shows a run: a live display on a terminal, otherwise one line per step.
 
     Steps before a resume count in the summary and are not shown again. `name` is that of one of several runs, and
-    `limit_key` as of `find_bottleneck`.
+    `settings` as of `find_bottleneck`.
     """
 
     def __init__(
-        self, paths: RunPaths, max_steps: int | None, console: Console, name: str = "", limit_key: str = FIXED_LIMIT
+        self,
+        paths: RunPaths,
+        max_steps: int | None,
+        console: Console,
+        name: str = "",
+        settings: SpeedSettings | None = None,
     ) -> None:
-        self.progress, self._name = RunProgress(limit_key), name
+        self.progress, self._name = RunProgress(settings), name
         self._tails = {role: JsonTail(paths.metrics(role)) for role in ROLES}
         self._paths, self._max_steps, self._console = paths, max_steps, console
         self._trained: deque[Mapping[str, Any]] = deque(maxlen=NUM_STEPS)

@@ -24,7 +24,7 @@ from prime_rl.liveness.heartbeat_monitor import ENGINE, NODE, remove_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter, record_interrupted_phases
 from prime_rl.liveness.parent_process import with_parent_death_signal
 from prime_rl.monitors.bench_report import print_bench_report
-from prime_rl.monitors.bottleneck import limit_key_of
+from prime_rl.monitors.bottleneck import speed_settings
 from prime_rl.rollouts.environment_id import identify_all
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.file_locks import check_no_writer, hold_run_lock
@@ -110,7 +110,7 @@ def run(config: RLConfig, check: InputCheck, keep_serving: bool = False) -> int:
             displays = [
                 ConsoleProgress(
                     run.run_paths, run.max_steps, console, name if len(runs) > 1 else "",
-                    limit_key_of(run.max_concurrent, run.concurrency.adaptive),
+                    speed_settings({**config.model_dump(), "orchestrator": run.model_dump()}),
                 )
                 for name, run in config.orchestrators.items()
             ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from prime_rl.core.json_lines import JsonTail
 from prime_rl.liveness.heartbeat_monitor import ENDED, FAILED, read_heartbeats
-from prime_rl.monitors.bottleneck import FIXED_LIMIT, Bottleneck, find_bottleneck
+from prime_rl.monitors.bottleneck import Bottleneck, SpeedSettings, find_bottleneck
 from prime_rl.monitors.metric_table import ORCHESTRATOR
 from prime_rl.storage.paths import RUN_FOLDER, RunPaths
 
@@ -89,9 +89,9 @@ class RunProgress:
     rollout, as of a simulated user, lose nothing.
     """
 
-    def __init__(self, limit_key: str = FIXED_LIMIT) -> None:
-        """Start without steps; `limit_key` as of `find_bottleneck`."""
-        self._limit_key = limit_key
+    def __init__(self, settings: SpeedSettings | None = None) -> None:
+        """Start without steps; `settings` as of `find_bottleneck`."""
+        self._settings = settings or SpeedSettings()
         self.steps = 0
         self.staleness: float | None = None
         self.lost: float | None = None
@@ -138,7 +138,7 @@ class RunProgress:
     @property
     def bottleneck(self) -> Bottleneck | None:
         """What limits the speed of the last steps; None before there are enough."""
-        return find_bottleneck(self._lines["trainer"], self._lines["orchestrator"], limit_key=self._limit_key)
+        return find_bottleneck(self._lines["trainer"], self._lines["orchestrator"], settings=self._settings)
 
     def waits(self) -> dict[str, float]:
         """Share of the last ten steps for which the trainer waited for batches, and sampling for new weights."""

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from prime_rl.monitors.bottleneck import find_bottleneck, limit_key_of
+from prime_rl.monitors.bottleneck import find_bottleneck, speed_settings
 
 
 def simulate(sample=1.0, train=1.0, k=1, publish=0.0, update=0.0, checkpoint=0.0, pause=0.0, steps=14, noise=0.0,
@@ -73,26 +73,48 @@ def test_bottleneck_of_a_simulated_run_is_its_slowest_part(cause, options, unit)
     assert ("without GPUs: cores" in str(found)) == (cause in ("inference", "trainer"))
 
 
-FIXED, ADAPTIVE, CONSTANT = limit_key_of(8, True), limit_key_of("None", True), limit_key_of(None, False)
+def settings_of(max_concurrent, adaptive, **inference):
+    orchestrator = {"max_concurrent": max_concurrent, "concurrency": {"adaptive": adaptive}}
+    return speed_settings({"orchestrator": orchestrator, "inference": inference})
 
 
-@pytest.mark.parametrize(("values", "key", "remedy"), [
+FIXED, ADAPTIVE, CONSTANT = settings_of(8, True), settings_of("None", True), settings_of(None, False)
+
+
+@pytest.mark.parametrize(("values", "settings", "remedy"), [
     ({}, FIXED, "set a higher orchestrator.max_concurrent"), ({"kv_usage/max": 0.7}, FIXED, "max_concurrent"),
     ({}, CONSTANT, "set a higher orchestrator.concurrency.initial"),
     ({}, ADAPTIVE, "set a higher orchestrator.concurrency.max"),
     ({"growth": 1}, ADAPTIVE, "set a higher orchestrator.concurrency.initial"),
     ({"kv_usage/max": 0.7}, ADAPTIVE, None), ({"in_flight": 7}, FIXED, None), ({"requests_waiting": 3}, FIXED, None),
 ])  # fmt: skip
-def test_bottleneck_of_a_run_at_its_limit_of_rollouts_is_the_limit(values, key, remedy):
+def test_bottleneck_of_a_run_at_its_limit_of_rollouts_is_the_limit(values, settings, remedy):
     trainer, orchestrator = simulate(sample=3, parts=ENGINE)
     for row in orchestrator:
         limit = 8 + values.get("growth", 0) * row["step"]
         of_row = {"in_flight": limit, "concurrency_limit": limit, "requests_waiting": 0} | values
         row.update({f"inference/{name}": value for name, value in of_row.items()})
-    found = find_bottleneck(trainer, orchestrator, limit_key=key)
+    found = find_bottleneck(trainer, orchestrator, settings=settings)
     assert found.cause == ("concurrency limit" if remedy else "inference")
     assert str(found).endswith(remedy or "rollouts_per_example"), str(found)
     assert (f"its limit of {limit} rollouts" in str(found)) == bool(remedy)
+
+
+@pytest.mark.parametrize(("values", "is_found"), [
+    ({}, True), ({"requests_running": 5}, False), ({"requests_waiting": 0}, False), ({"kv_usage/max": 0.7}, False),
+])  # fmt: skip
+def test_bottleneck_of_engines_at_their_limit_of_requests_is_the_limit(values, is_found):
+    trainer, orchestrator = simulate(sample=3, parts=ENGINE)
+    for row in orchestrator:
+        of_row = {"requests_running": 6, "requests_waiting": row["step"], "kv_usage/max": 0.01} | values
+        row.update({f"inference/{name}": value for name, value in of_row.items()})
+    settings = settings_of("None", True, vllm={"max_num_seqs": 2}, parallel={"dp": 3})
+    found = find_bottleneck(trainer, orchestrator, settings=settings)
+    assert found.cause == ("request limit" if is_found else "inference")
+    evidence = (
+        "ran 6 requests, its limit, up to 13 waited, and the KV cache was 1% full; set a higher inference.vllm.max_"
+    )
+    assert (evidence in str(found)) == is_found, str(found)
 
 
 def test_bottleneck_of_a_run_that_waits_for_its_turn_is_the_other_runs():

@@ -19,7 +19,7 @@ from prime_rl.core.entry_point import read_error_file
 from prime_rl.core.json_lines import decode_object
 from prime_rl.liveness.heartbeat_monitor import LivenessReport, read_heartbeats
 from prime_rl.liveness.run_settings import MAX_RUNS
-from prime_rl.monitors.bottleneck import FIXED_LIMIT, limit_key_of
+from prime_rl.monitors.bottleneck import SpeedSettings, speed_settings
 from prime_rl.monitors.slow_rank import find_slow_rank
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.checkpoint_artifacts import (
@@ -70,8 +70,7 @@ class Settings:
     ckpt: str | None = None
     """Folder of the checkpoints."""
     host_environments: tuple[str, ...] = ()
-    limit_key: str = FIXED_LIMIT
-    """See `find_bottleneck`."""
+    speed: SpeedSettings = field(default_factory=SpeedSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +188,6 @@ def read_settings(paths: RunPaths) -> Settings:
     steps, level, ckpt = config.get("max_steps"), config.get("async_level"), config.get("ckpt")
     orchestrator = config.get("orchestrator")
     orchestrator = orchestrator if isinstance(orchestrator, dict) else {}
-    concurrency = orchestrator.get("concurrency")
-    adaptive = not isinstance(concurrency, dict) or concurrency.get("adaptive", True)
     blocks = [orchestrator.get("env")]
     tables = [table for block in blocks if isinstance(block, list) for table in block if isinstance(table, dict)]
     return Settings(
@@ -198,7 +195,7 @@ def read_settings(paths: RunPaths) -> Settings:
         level if isinstance(level, int) else None,
         str(ckpt.get("path", "checkpoints")) if isinstance(ckpt, dict) else None,
         tuple(str(table.get("name") or table.get("id")) for table in tables if table.get("runtime") == "subprocess"),
-        limit_key_of(orchestrator.get("max_concurrent"), adaptive),
+        speed_settings(config),
     )
 
 

@@ -150,7 +150,7 @@ def diagnose(facts: RunFacts) -> Diagnosis:
         state, processes, chain, problems, tuple(_notes(facts, state, processes, findings)), facts, findings=findings,
         bottleneck=find_bottleneck(
             [row for row in trainer if facts.resume is None or row.get("step", 0) >= facts.resume.step],
-            orchestrator, max(starts, default=0.0), facts.settings.limit_key,
+            orchestrator, max(starts, default=0.0), facts.settings.speed,
         ),
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from prime_rl.core.entry_point import ERROR_FILE, write_error_file
 from prime_rl.entrypoints import doctor
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.monitors import Monitor
+from prime_rl.monitors.bottleneck import SpeedSettings, speed_settings
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.doctor import diagnosis
 from prime_rl.supervisor.doctor.collect import read_facts, read_run_config, read_settings
@@ -126,15 +127,18 @@ def test_read_settings_of_separately_started_processes_reads_their_own_files(tmp
     given = ["--max-steps", "7", "--async-level", "1", "--heartbeat.dead-after-seconds", "33"]
     Monitor(paths, "trainer", None, TrainerConfig.load(given)).close()
     assert (read_settings(paths).max_steps, read_settings(paths).async_level) == (7, 1)
-    assert read_settings(paths).limit_key == "orchestrator.concurrency.max"
+    assert read_settings(paths).speed.limit_key == "orchestrator.concurrency.max"
     config = OrchestratorConfig.load([*given, "--pass-threshold", "0.5", "--max-concurrent", "9"])
     write_config(config, paths.config("orchestrator"))
-    assert read_settings(paths).limit_key == "orchestrator.max_concurrent"
+    assert read_settings(paths).speed.limit_key == "orchestrator.max_concurrent"
     config = read_run_config(paths)
     assert config["heartbeat"]["dead_after_seconds"] == 33
     assert pass_threshold(config) == 0.5
-    write_config(RLConfig.load(["--max-steps", "60"]), paths.run_toml)
+    whole = RLConfig.load(["--max-steps", "60", "--inference.vllm.max-num-seqs", "2"])
+    write_config(whole, paths.run_toml)
     assert read_settings(paths).max_steps == 60, "under `rl` its file counts"
+    speed = SpeedSettings("orchestrator.concurrency.max", request_limit=2)
+    assert read_settings(paths).speed == speed_settings(whole.model_dump()) == speed
 
 
 SLOT = "wait for a slot: 2 runs use this trainer, position 1"
