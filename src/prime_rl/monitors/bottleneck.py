@@ -31,7 +31,7 @@ _HINTS = {
     "other runs": "add trainer GPUs (without GPUs: cores), or lower max_concurrent_runs",
     "staleness bound": "raise async_level: trainer and inference wait for each other",
     "evaluation": "raise eval.interval, lower eval.num_examples, or give it servers of its own (eval.base_url)",
-    "weight update": "use a faster disk or network, or publish adapters (model.lora)",
+    "weight update": "use a faster disk or network",
     "checkpoint": "raise ckpt.interval, or write checkpoints to a faster disk",
     "data": "raise the number of workers, or use a faster disk",
 }
@@ -42,6 +42,7 @@ FIXED_LIMIT, _FIRST_LIMIT, _LARGEST_LIMIT = (
 """Keys of the limit of rollouts in flight."""
 _KV_HELD = 0.6
 """Usage of the KV cache from which an adaptive limit does not grow."""
+_ADAPTERS = ', or publish adapters (trainer.model.lora.publish = "adapter")'
 _TOOK = {"trainer": "training", "other runs": "other runs"}
 
 
@@ -73,10 +74,12 @@ class SpeedSettings:
     Attributes:
         limit_key: the key that limits the rollouts in flight.
         request_limit: requests that all engines process at once, from `inference.vllm.max_num_seqs`; None if unknown.
+        publishes_adapters: versions are adapters.
     """
 
     limit_key: str = FIXED_LIMIT
     request_limit: int | None = None
+    publishes_adapters: bool = False
 
 
 def speed_settings(config: Row) -> SpeedSettings:
@@ -88,7 +91,8 @@ def speed_settings(config: Row) -> SpeedSettings:
     if isinstance(limit, int):
         servers = _get(config, "orchestrator.client.base_url")
         limit *= (copies if isinstance(copies, int) else 1) * (len(servers) if isinstance(servers, list) else 1)
-    return SpeedSettings(limit_key, limit if isinstance(limit, int) else None)
+    is_adapter = _get(config, "trainer.model.lora.publish") == "adapter"
+    return SpeedSettings(limit_key, limit if isinstance(limit, int) else None, is_adapter)
 
 
 def _get(config: Any, key: str, default: Any = None) -> Any:
@@ -116,7 +120,11 @@ def find_bottleneck(
     trained = [row for row in trainer if "time/step" in row and "time" in row and row["time"] >= since]
     trained = trained[-1 - NUM_STEPS :]
     found = _find(trained, orchestrator, settings) if len(trained) > _MIN_STEPS else None
-    return found and replace(found, window=(trained[0]["time"], trained[-1]["time"]))
+    if found is None:
+        return None
+    if found.cause == "weight update" and not settings.publishes_adapters:
+        found = replace(found, remedy=_HINTS["weight update"] + _ADAPTERS)
+    return replace(found, window=(trained[0]["time"], trained[-1]["time"]))
 
 
 def _find(trained: Sequence[Row], orchestrator: Sequence[Row], settings: SpeedSettings) -> Bottleneck | None:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from prime_rl.monitors.bottleneck import find_bottleneck, speed_settings
+from prime_rl.monitors.bottleneck import SpeedSettings, find_bottleneck, speed_settings
 
 
 def simulate(sample=1.0, train=1.0, k=1, publish=0.0, update=0.0, checkpoint=0.0, pause=0.0, steps=14, noise=0.0,
@@ -115,6 +115,13 @@ def test_bottleneck_of_engines_at_their_limit_of_requests_is_the_limit(values, i
         "ran 6 requests, its limit, up to 13 waited, and the KV cache was 1% full; set a higher inference.vllm.max_"
     )
     assert (evidence in str(found)) == is_found, str(found)
+
+
+def test_bottleneck_of_weight_updates_advises_adapters_only_without_them():
+    lines = simulate(k=0, publish=2, update=1)
+    whole, adapter = (find_bottleneck(*lines, settings=SpeedSettings(publishes_adapters=one)) for one in (False, True))
+    assert str(whole).endswith('faster disk or network, or publish adapters (trainer.model.lora.publish = "adapter")')
+    assert str(adapter).endswith("faster disk or network")
 
 
 def test_bottleneck_of_a_run_that_waits_for_its_turn_is_the_other_runs():

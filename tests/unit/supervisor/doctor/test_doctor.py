@@ -134,10 +134,11 @@ def test_read_settings_of_separately_started_processes_reads_their_own_files(tmp
     config = read_run_config(paths)
     assert config["heartbeat"]["dead_after_seconds"] == 33
     assert pass_threshold(config) == 0.5
-    whole = RLConfig.load(["--max-steps", "60", "--inference.vllm.max-num-seqs", "2"])
+    adapters = ["--trainer.model.lora.publish", "adapter", "--inference.enable-lora", "true"]
+    whole = RLConfig.load(["--max-steps", "60", "--inference.vllm.max-num-seqs", "2", *adapters])
     write_config(whole, paths.run_toml)
     assert read_settings(paths).max_steps == 60, "under `rl` its file counts"
-    speed = SpeedSettings("orchestrator.concurrency.max", request_limit=2)
+    speed = SpeedSettings("orchestrator.concurrency.max", request_limit=2, publishes_adapters=True)
     assert read_settings(paths).speed == speed_settings(whole.model_dump()) == speed
 
 
