@@ -126,6 +126,14 @@ def test_every_view_has_findings_and_the_bottleneck(paths, served, tab):
         )
         tab.page.locator("#findings").get_by_text(text).wait_for()
         tab.page.locator("#findings").get_by_text("inference is the bottleneck: the trainer waited 80%").wait_for()
+    assert tab.page.locator("#findings > .finding").count() == 2
+    for row in rows:
+        row["time/wait_for_batch"] = 0.6
+    paths.metrics("trainer").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tab.page.goto(served)
+    last = tab.page.locator("#findings > div").last
+    last.get_by_text("no large bottleneck (inference): the trainer waited 12%").wait_for()
+    assert last.get_attribute("class") == "muted"
 
 
 def test_samples_that_a_finding_names_are_one_click_away(paths, served, tab):

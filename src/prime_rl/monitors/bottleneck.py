@@ -7,6 +7,7 @@ for something between them. The causes of one side share its time, and the large
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from statistics import mean
 from typing import Any
@@ -15,7 +16,9 @@ Row = Mapping[str, Any]
 NUM_STEPS = 10
 _MIN_STEPS = 3
 _MIN_SHARE = 0.1
-"""Waits below this share of the time need no remedy."""
+"""Waits below this share of the time have no cause."""
+LARGE_WAIT = 0.25
+"""Waits from this share of the time on are a warning with a remedy."""
 _MOST = 0.5
 _BLOCKED_LOOP_SECONDS = 0.5
 _HINTS = {
@@ -53,6 +56,7 @@ class Bottleneck:
     Attributes:
         window: begin and end of the steps that count, in Unix seconds.
         remedy: what reduces it; empty for the usual one of the cause.
+        waiting: share of the time for which the side that waits longest waited.
     """
 
     cause: str | None
@@ -60,10 +64,18 @@ class Bottleneck:
     where: str = ""
     window: tuple[float, float] = (0.0, 0.0)
     remedy: str = ""
+    waiting: float = 0.0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is worth a warning."""
+        return self.cause is not None and self.waiting >= LARGE_WAIT
 
     def __str__(self) -> str:
         if self.cause is None:
             return f"no bottleneck: {self.evidence}"
+        if not self.is_large:
+            return f"no large bottleneck ({self.cause}{self.where}): {self.evidence}"
         return f"{self.cause}{self.where} is the bottleneck: {self.evidence}; {self.remedy or _HINTS[self.cause]}"
 
 
@@ -139,10 +151,11 @@ def _find(trained: Sequence[Row], orchestrator: Sequence[Row], settings: SpeedSe
     if not shipped:
         loading = time("load_data")
         evidence = f"the trainer waited {loading:.0%} of the last {num} steps for rows"
-        return Bottleneck("data", evidence) if loading >= _MIN_SHARE else None
+        return Bottleneck("data", evidence, waiting=loading) if loading >= _MIN_SHARE else None
     waits = _Sum(shipped, sum(row.get("time/step") or 0.0 for row in shipped) or 1e-9)
     trainer_wait, sampler_wait, checkpoint = time("wait_for_batch"), waits("wait_for_policy"), outside / total
     evidence = f"the trainer waited {trainer_wait:.0%} and sampling {sampler_wait:.0%} of the last {num} steps"
+    named = partial(Bottleneck, waiting=max(trainer_wait, sampler_wait))
     # A side that waits much less than the other one is the slow one, and waits only for its input.
     if min(trainer_wait, sampler_wait) >= max(_MIN_SHARE, max(trainer_wait, sampler_wait) / 4):
         update = (_sum(steps, "weight_sync/seconds") + _sum(shipped, "time/weight_update")) / total
@@ -154,23 +167,23 @@ def _find(trained: Sequence[Row], orchestrator: Sequence[Row], settings: SpeedSe
         }  # fmt: skip
         cause = max(between, key=lambda name: between[name])
         took = "" if cause == "staleness bound" else f", {_TOOK.get(cause, f'{cause}s')} took {between[cause]:.0%}"
-        return Bottleneck(cause, evidence + took)
+        return named(cause, evidence + took)
     if trainer_wait >= max(_MIN_SHARE, sampler_wait):
         if (evaluating := _evaluation(orchestrator, trained)) >= _MOST:
-            return Bottleneck("evaluation", f"{evidence}, {evaluating:.0%} of its wait during evaluations")
+            return named("evaluation", f"{evidence}, {evaluating:.0%} of its wait during evaluations")
         if (paused := waits("wait_for_pause")) >= _MOST * trainer_wait:
-            return Bottleneck("paused environment", f"{evidence}, no group could start for {paused:.0%}")
+            return named("paused environment", f"{evidence}, no group could start for {paused:.0%}")
         if (paused := waits("weight_update_pause")) >= _MOST * trainer_wait:
-            return Bottleneck("weight update", f"{evidence}, sampling was paused for {paused:.0%}")
-        return _sampling(shipped, evidence, settings)
+            return named("weight update", f"{evidence}, sampling was paused for {paused:.0%}")
+        return replace(_sampling(shipped, evidence, settings), waiting=trainer_wait)
     if sampler_wait >= _MIN_SHARE:
         parts = {
             "trainer": time("train"), "checkpoint": checkpoint, "weight update": time("publish"),
             "other runs": time("wait_for_turn"),
         }  # fmt: skip
         cause = max(parts, key=lambda name: parts[name])
-        return Bottleneck(cause, f"{evidence}, {_TOOK.get(cause, f'{cause}s')} took {parts[cause]:.0%}")
-    return Bottleneck(None, evidence)
+        return named(cause, f"{evidence}, {_TOOK.get(cause, f'{cause}s')} took {parts[cause]:.0%}")
+    return named(None, evidence)
 
 
 class _Sum:

@@ -69,8 +69,20 @@ def test_bottleneck_of_a_simulated_run_is_its_slowest_part(cause, options, unit)
         row.update({key: value * unit for key, value in row.items() if key.startswith(("time", "weight_sync", "eval"))})
     found = find_bottleneck(trainer, orchestrator)
     assert found.cause == cause, str(found)
-    assert ("is the bottleneck" in str(found)) == (cause is not None)
-    assert ("without GPUs: cores" in str(found)) == (cause in ("inference", "trainer"))
+    assert ("is the bottleneck" in str(found)) == found.is_large and str(cause or "no bottleneck") in str(found)
+    assert ("without GPUs: cores" in str(found)) == (found.is_large and cause in ("inference", "trainer"))
+
+
+@pytest.mark.parametrize(("sample", "line"), [
+    (1.14, "no large bottleneck (inference): the trainer waited 12% and sampling 0% of the last 10 steps, the engine "
+     "took 90% of the rollouts' time"),
+    (1.4, "inference is the bottleneck: the trainer waited 29% and sampling 0% of the last 10 steps, the engine "
+     "took 90% of the rollouts' time; add inference GPUs (without GPUs: cores), or lower max_tokens or "
+     "rollouts_per_example"),
+])  # fmt: skip
+def test_bottleneck_is_a_warning_with_a_remedy_only_if_the_wait_is_large(sample, line):
+    found = find_bottleneck(*simulate(sample=sample, parts=ENGINE))
+    assert (str(found), found.is_large) == (line, line.startswith("inference"))
 
 
 def settings_of(max_concurrent, adaptive, **inference):

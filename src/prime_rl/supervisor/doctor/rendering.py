@@ -39,7 +39,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     for finding in diagnosis.findings:
         _print(console, f"  finding: {finding}", "yellow")
     if diagnosis.bottleneck is not None:
-        _print(console, f"  {diagnosis.bottleneck}")
+        _print(console, f"  {diagnosis.bottleneck}", "yellow" if diagnosis.bottleneck.is_large else "dim")
     if diagnosis.chain:
         _print(console, f"  waiting: {chain(diagnosis.chain, diagnosis.processes)}")
     for note in diagnosis.notes:
@@ -97,6 +97,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "problems": [{"text": p.text, "culprit": p.culprit, "hint": p.hint} for p in diagnosis.problems],
         "findings": list(diagnosis.findings),
         "bottleneck": None if diagnosis.bottleneck is None else str(diagnosis.bottleneck),
+        "bottleneck_is_large": diagnosis.bottleneck is not None and diagnosis.bottleneck.is_large,
         "bottleneck_window": None if diagnosis.bottleneck is None else list(diagnosis.bottleneck.window),
         "notes": list(diagnosis.notes),
         "chain": [process.name for process in diagnosis.chain],

@@ -291,4 +291,5 @@ def test_diagnose_bottleneck_counts_steps_since_the_last_start_or_resume():
     found = str(diagnose(facts).bottleneck)
     assert found.startswith("inference is the bottleneck: the trainer waited 50% and") and "last 4 steps" in found
     assert as_json(diagnose(facts))["bottleneck_window"] == [540.0, 548.0]
+    assert as_json(diagnose(facts))["bottleneck_is_large"] is True
     assert diagnose(replace(facts, events=({"time": 545.0, "event": "restarted"},))).bottleneck is None

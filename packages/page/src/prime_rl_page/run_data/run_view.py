@@ -272,6 +272,7 @@ class RunView:
             "problem": first_problem(diagnosis),
             "findings": diagnosis.get("findings", []),
             "bottleneck": diagnosis.get("bottleneck"),
+            "bottleneck_is_large": diagnosis.get("bottleneck_is_large", False),
             "activities": []
             if not is_starting or diagnosis.get("state") not in (None, "running")
             else [

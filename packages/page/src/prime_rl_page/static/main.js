@@ -166,7 +166,7 @@ class Page {
   }
 
   // On every view: what is probably wrong with the learning, what limits the speed, and before the first step what each process does.
-  showFindings({ findings = [], bottleneck, activities = [] }) {
+  showFindings({ findings = [], bottleneck, bottleneck_is_large: isLarge, activities = [] }) {
     const node = document.getElementById("findings");
     const shown = JSON.stringify([findings, bottleneck, activities]);
     if (shown === node.dataset.shown) return;
@@ -176,7 +176,7 @@ class Page {
       element("td", {}, visibleString(one.phase), one.waiting_for ? element("span", { class: "muted" }, `, waits for ${visibleString(one.waiting_for)}`) : null),
       element("td", { class: "number" }, formatSeconds(one.seconds))));
     replaceChildren(node, findings.map((finding) => element("div", { class: "finding" }, this.linkSamples(finding))),
-      bottleneck ? element("div", {}, visibleText(bottleneck)) : null,
+      bottleneck ? element("div", { class: isLarge ? "finding" : "muted" }, visibleText(bottleneck)) : null,
       rows.length ? element("table", { "aria-label": "start of the processes" }, element("tbody", {}, rows)) : null);
   }
 
