@@ -63,8 +63,9 @@ def _failures(batches: Sequence[Row], warnings: Sequence[Row]) -> Iterator[str]:
                 f"{failed:.0f} of {ended:.0f} groups {window}" if batches else f"{count} groups before the first batch"
             )
             # Warnings of earlier releases have no cause; their text has a count.
-            what = f"{share}, for example: {row['cause']}" if row.get("cause") else row.get("text")
-            yield f"environment {env} or its reward function fails: {what}"
+            what = f"{share} were dropped, for example: {row['cause']}" if row.get("cause") else row.get("text")
+            where = "logs/orchestrator.log lists them with their examples; their replies are not recorded"
+            yield f"environment {env} or its reward function fails: {what}; {where}"
 
 
 def _disagreement(trainer: Sequence[Row]) -> Iterator[str]:

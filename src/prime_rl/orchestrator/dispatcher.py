@@ -56,10 +56,8 @@ _LATE = 5
 _UNKNOWN_DURATION_SECONDS = 300.0
 """The same for a group of an environment of which no group has ended yet."""
 
-_REMEDY = (
-    'env.min_rollouts trains on groups of which some rollouts failed, env.reward_errors = "zero" counts a failed '
-    "reward as 0"
-)
+_REMEDY = "env.min_rollouts trains on groups of which some rollouts failed"
+_REWARD_REMEDY = ', env.reward_errors = "zero" counts a failed reward as 0'
 
 
 @dataclass(slots=True)
@@ -469,12 +467,13 @@ class Dispatcher:
         self._end(draw.group_id, reason, env=draw.env)
         ended, group = self._ended[draw.env], f"group {draw.group_id} (example {draw.example})"
 
-        remedy = "" if reason == ENGINE else f"{_REMEDY}; "
+        also = "" if "env.reward_errors" in failure else _REWARD_REMEDY
+        remedy = "" if reason == ENGINE else f"{_REMEDY}{also}; "
         cause = f"{failure}; {remedy}if only errors occur, the run ends after {timeout_seconds:.0f} s ({key})"
 
         def text(count: int) -> str:
-            which = f"{count} of {ended} groups failed since the start, the last is {group}"
-            return f"environment {env}: {f'{group} failed' if count == 1 else which}: {cause}"
+            which = f"{count} of {ended} groups since the start failed and were dropped, the last is {group}"
+            return f"environment {env}: {f'{group} failed and is dropped' if count == 1 else which}: {cause}"
 
         self._warnings.add("group", env, text, cause)
         if action is DropAction.FAIL:

@@ -106,7 +106,9 @@ def test_findings_name_a_reward_function_that_raises(batches):
     warning["cause"] = "KeyError: 'score'"
     [line] = find_problems(trainer if batches else [], rows if batches else [], [warning])
     count = "50 of 100 groups in the last 10 batches" if batches else "10 groups before the first batch"
-    assert line == f"environment math or its reward function fails: {count}, for example: KeyError: 'score'"
+    where = "logs/orchestrator.log lists them with their examples; their replies are not recorded"
+    what = f"{count} were dropped, for example: KeyError: 'score'; {where}"
+    assert line == f"environment math or its reward function fails: {what}"
     recovered = [row | {"groups/failed": 0, "dropped/error/math": 0} for row in rows]
     assert find_problems(trainer, recovered, [warning]) == []
     assert find_problems([], [], [warning | {"count": 1}]) == []
