@@ -28,16 +28,19 @@ _LOWER_IS_BETTER = re.compile("error|fail|timeout|timed_out|mistake|trunc|violat
 """Part of the name of a metric of an environment that may fall without harm."""
 
 
-def find_problems(trainer: Sequence[Row], orchestrator: Sequence[Row], warnings: Sequence[Row] = ()) -> list[str]:
+def find_problems(
+    trainer: Sequence[Row], orchestrator: Sequence[Row], warnings: Sequence[Row] = (), checkpoints: Sequence[int] = ()
+) -> list[str]:
     """Return what is probably wrong, the most certain first, each with its evidence and what to do.
 
     Args:
         trainer: lines of metrics/trainer.jsonl in order.
         orchestrator: lines of metrics/orchestrator.jsonl in order, with those of evaluations.
         warnings: lines of metrics/warnings.jsonl in order.
+        checkpoints: steps of the complete ones.
     """
     batches = [row for row in orchestrator if "reward/mean" in row]
-    unstable, onset = _instability(trainer, batches)
+    unstable, onset = _instability(trainer, batches, checkpoints)
     found = [*_failures(batches, warnings), *_disagreement(trainer), *unstable, *_hacking(orchestrator, batches)]
     # Equal rollouts and a low entropy since then are consequences of the large updates.
     trainer, batches = ([row for row in rows if row.get("step", 0) < onset] for rows in (trainer, batches))
@@ -83,7 +86,7 @@ def _disagreement(trainer: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _instability(trainer: Sequence[Row], batches: Sequence[Row]) -> tuple[list[str], float]:
+def _instability(trainer: Sequence[Row], batches: Sequence[Row], checkpoints: Sequence[int]) -> tuple[list[str], float]:
     """Updates that are too large: gradients, mismatch and entropy explode, and the reward falls.
 
     Returns:
@@ -118,8 +121,13 @@ def _instability(trainer: Sequence[Row], batches: Sequence[Row]) -> tuple[list[s
         return [], inf
     rate = max(_values(trainer, "lr"), default=0.0)
     largest = f" (at most {rate:.2g} so far)" if rate else ""
-    text = f"training is unstable: {', '.join(signs)}; lower optim.lr{largest}, or resume from an earlier checkpoint"
-    return [text], min(signs.values())
+    onset = min(signs.values())
+    # Checkpoint n follows the update of step n - 1.
+    saved = max((step for step in checkpoints if step <= onset), default=None)
+    resume = f"resume from checkpoint {saved} (ckpt.resume_step)"
+    if saved is None:
+        resume = f"start again: there is no checkpoint of step {onset:.0f} or before"
+    return [f"training is unstable: {', '.join(signs)}; lower optim.lr{largest}, and {resume}"], onset
 
 
 def _hacking(orchestrator: Sequence[Row], batches: Sequence[Row]) -> Iterator[str]:

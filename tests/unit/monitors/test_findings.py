@@ -79,6 +79,11 @@ def test_findings_of_a_policy_that_was_destroyed_at_once_name_the_cause_alone():
         row.update({"reward/mean": 0.0, "reward/std": 0.0, "batch/zero_advantage_groups": 1.0})
     [line] = find_problems(trainer, rows)
     assert "the reward fell from 0.3" in line and "lower optim.lr (at most 0.02" in line
+    assert line.endswith("and start again: there is no checkpoint of step 3 or before")
+    assert find_problems(trainer, rows, checkpoints=[10])[0] == line
+    assert find_problems(trainer, rows, checkpoints=[1, 2, 4])[0].endswith(
+        "resume from checkpoint 2 (ckpt.resume_step)"
+    )
 
 
 @pytest.mark.parametrize(("start", "also"), [(0, "learns nothing"), (12, None)])

@@ -145,7 +145,8 @@ def diagnose(facts: RunFacts) -> Diagnosis:
     problems = tuple(_problems(facts, state, processes, chain))
     trainer, orchestrator = (facts.lines.get(role, ()) for role in ("trainer", "orchestrator"))
     starts = [float(str(event.get("time", 0))) for event in facts.events if event.get("event") in _STARTS]
-    findings = tuple(find_problems(trainer, orchestrator, facts.warnings))
+    saved = [commit.step for commit in facts.checkpoints]
+    findings = tuple(find_problems(trainer, orchestrator, facts.warnings, saved))
     return Diagnosis(
         state, processes, chain, problems, tuple(_notes(facts, state, processes, findings)), facts, findings=findings,
         bottleneck=find_bottleneck(

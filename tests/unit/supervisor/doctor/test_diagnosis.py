@@ -278,6 +278,13 @@ def test_diagnose_batches_without_learning_signal_are_a_finding():
     assert diagnose(replace(RUN, lines={"orchestrator": batches[:2]})).findings == ()
 
 
+def test_diagnose_unstable_training_names_the_checkpoint_from_before():
+    rows = tuple({"step": step, "mismatch_kl": 0.0 if step < 25 else 9.0} for step in range(40))
+    facts = replace(RUN, lines={"trainer": rows}, checkpoints=(LAST, replace(LAST, step=30)))
+    [finding] = diagnose(facts).findings
+    assert finding.endswith("and resume from checkpoint 20 (ckpt.resume_step)")
+
+
 def test_diagnose_failed_groups_are_counted_once():
     warning = {"kind": "group", "env": "math", "count": 10, "text": "10 of 12 failed: KeyError", "cause": "KeyError"}
     result = diagnose(replace(RUN, warnings=(warning,)))
