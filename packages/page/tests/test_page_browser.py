@@ -121,12 +121,15 @@ def test_every_view_has_findings_and_the_bottleneck(paths, served, tab):
     for view in ("overview", "timeline", "rollouts", "plots", "health"):
         tab.page.goto(f"{served}#view={view}")
         text = (
-            "the reward rose from 0.1 to 0.8 while metrics/correct <b> fell from 0.9 to 0.2: if a lower "
-            "metrics/correct <b> is worse, the reward is hacked"
+            "the reward rose from 0.1 to 0.8 while metrics/correct <b> fell from 0.9 to 0.2: read the rollouts with "
+            "the highest reward in samples/step_9.jsonl; the reward may be hacked if a lower metrics/correct <b> is "
+            "worse"
         )
         tab.page.locator("#findings").get_by_text(text).wait_for()
         tab.page.locator("#findings").get_by_text("inference is the bottleneck: the trainer waited 80%").wait_for()
     assert tab.page.locator("#findings > .finding").count() == 2
+    tab.page.locator("#findings").get_by_role("link", name="samples/step_9.jsonl").click()
+    assert address_of(tab.page).endswith("step_from=9&step_to=9&order=reward")
     for row in rows:
         row["time/wait_for_batch"] = 0.6
     paths.metrics("trainer").write_text("".join(json.dumps(row) + "\n" for row in rows))

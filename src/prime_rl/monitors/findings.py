@@ -139,12 +139,11 @@ def _hacking(orchestrator: Sequence[Row], batches: Sequence[Row]) -> Iterator[st
         values = _values(orchestrator, name)
         change = _change(values) if all(0 <= value <= 1 for value in values) else None
         if change is not None and change[1] < change[0]:
-            verdict = "the reward may be hacked"
-            if name.startswith("metrics/"):
-                verdict = f"if a lower {name} is worse, the reward is hacked"
+            condition = f" if a lower {name} is worse" if name.startswith("metrics/") else ""
             yield (
                 f"the reward rose from {rise[0]:.3g} to {rise[1]:.3g} while {name} fell from {change[0]:.3g} to "
-                f"{change[1]:.3g}: {verdict}; read the rollouts with the highest reward"
+                f"{change[1]:.3g}: read the rollouts with the highest reward in "
+                f"samples/step_{batches[-1]['step']}.jsonl; the reward may be hacked{condition}"
             )
             return
 

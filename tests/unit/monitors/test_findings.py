@@ -45,7 +45,9 @@ def test_findings_of_a_healthy_run_are_none(shape, steps, seed):
 
 
 PROBLEMS = {
-    "if a lower metrics/exact_match is worse, the reward is hacked": {"metrics/exact_match": lambda x: 0.5 - 0.4 * x},
+    ".jsonl; the reward may be hacked if a lower metrics/exact_match is worse": {
+        "metrics/exact_match": lambda x: 0.5 - 0.4 * x
+    },
     "eval/math/reward/mean": {"eval/math/reward/mean": lambda x: 0.6 - 0.3 * x},
     "gradient norm rose": {"grad_norm": lambda x: 1 if x < 0.5 else 100 * x},
     "the reward fell": {"reward/mean": lambda x: 0.8 - 1.5 * abs(x - 0.5)},

@@ -180,12 +180,14 @@ class Page {
       rows.length ? element("table", { "aria-label": "start of the processes" }, element("tbody", {}, rows)) : null);
   }
 
-  // The text of a finding, in which a file of samples is a link to its rollouts.
+  // The text of a finding, in which a file of samples is a link to its rollouts, of which it may mean the best ones.
   linkSamples(text) {
-    return text.split(/(samples\/step_\d+\.jsonl)/).map((part, number) => {
+    const parts = text.split(/(samples\/step_\d+\.jsonl)/);
+    return parts.map((part, number) => {
       if (number % 2 === 0) return visibleText(part);
       const step = part.match(/\d+/)[0];
-      const state = { view: "rollouts", run: this.runs.length > 1 ? this.run : null, step_from: step, step_to: step };
+      const order = parts[number - 1].endsWith("with the highest reward in ") ? "reward" : null;
+      const state = { view: "rollouts", run: this.runs.length > 1 ? this.run : null, step_from: step, step_to: step, order };
       return element("a", { href: stateUrl(state, false), onclick: follow }, part);
     });
   }
