@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 from contextlib import ExitStack
 from urllib.parse import urlsplit
@@ -201,6 +202,12 @@ def test_rollout_is_found_by_filter_and_opened_by_url(served, tab, browser):
     other.page.goto(address)
     other.page.get_by_text(title, exact=True).wait_for()
     other.check(("http", urlsplit(served).netloc))
+    page.goto(f"{served}/#view=rollouts&text=what")
+    page.get_by_text("60 found in the first 60 of 640 rollouts", exact=True).wait_for()
+    page.get_by_role("button", name="More").click()
+    page.get_by_text("120 found in the first 120 of 640 rollouts", exact=True).wait_for()
+    page.goto(f"{served}/#view=rollouts&text=what&step_from=39")
+    page.get_by_text("16 found in 16 rollouts", exact=True).wait_for()
 
 
 def test_filter_that_is_typed_while_rollouts_arrive_is_kept(served, tab):
@@ -480,6 +487,10 @@ def test_report_opens_from_disk(paths, browser, tmp_path):
     watched.page.locator("tbody tr").first.click()
     watched.page.get_by_text("Conversation", exact=True).wait_for()
     assert watched.page.locator(".tokens span").count() > 0
+    total = watched.page.get_by_text(re.compile(r"^\d+ rollouts$")).text_content()
+    watched.page.locator("input[name=text]").fill("no such text")
+    watched.page.locator("input[name=text]").press("Enter")
+    watched.page.get_by_text(f"0 found in {total}", exact=True).wait_for()
     watched.page.get_by_role("link", name="Timeline").click()
     watched.page.get_by_label("phases of trainer_0").wait_for()
     watched.page.get_by_role("link", name="Plots").click()

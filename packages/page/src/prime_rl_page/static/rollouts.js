@@ -123,7 +123,9 @@ export class RolloutView {
       element("td", { class: "preview" }, row.is_noted ? element("span", { title: "has a note" }, "⚑ ") : null, visibleString(row.preview ?? "")));
     });
     const partial = answer.num_indexed < answer.num_files ? ` · ${formatPercent(answer.num_indexed / answer.num_files)} of the files read` : "";
-    const count = state.text ? `${this.rows.length} found in ${formatNumber(answer.num_matching)}` : `${formatNumber(answer.num_matching)} ${answer.num_matching === 1 ? "rollout" : "rollouts"}`;
+    const total = `${formatNumber(answer.num_matching)} ${answer.num_matching === 1 ? "rollout" : "rollouts"}`;
+    const searched = this.next === null ? "" : `the first ${formatNumber(this.next)} of `;  // "More" searches the next ones
+    const count = state.text ? `${formatNumber(this.rows.length)} found in ${searched}${total}` : total;
     const damaged = answer.num_damaged ? ` · ${answer.num_damaged} damaged lines left out` : "";
     const scroll = this.listTable?.scrollTop ?? 0;
     const { name, dataset, value, defaultValue } = document.activeElement ?? {};

@@ -51,7 +51,7 @@ function reportAnswer(path, query) {
 function filterRollouts(all, query) {
   const get = (name) => (query.has(name) ? query.get(name) : null);
   const text = get("text")?.toLowerCase();
-  const rows = all.rows.filter((row) =>
+  const matching = all.rows.filter((row) =>
     (get("step_from") === null || row.step >= Number(get("step_from"))) &&
     (get("step_to") === null || row.step <= Number(get("step_to"))) &&
     (get("env") === null || row.env === get("env")) &&
@@ -59,12 +59,12 @@ function filterRollouts(all, query) {
     (get("reward_from") === null || row.reward >= Number(get("reward_from"))) &&
     (get("reward_to") === null || row.reward <= Number(get("reward_to"))) &&
     (get("staleness_from") === null || row.staleness >= Number(get("staleness_from"))) &&
-    (get("truncated") === null || String(row.is_truncated) === get("truncated")) &&
-    (!text || row.search.includes(text)));
+    (get("truncated") === null || String(row.is_truncated) === get("truncated")));
+  const rows = matching.filter((row) => !text || row.search.includes(text));
   const key = get("order") ?? "step";
   const sign = get("ascending") === "true" ? 1 : -1;
   rows.sort((a, b) => sign * ((a[key] ?? 0) - (b[key] ?? 0)) || b.step - a.step);
-  return { ...all, rows, num_matching: rows.length, next_position: null };
+  return { ...all, rows, num_matching: matching.length, next_position: null };
 }
 
 // One stream of events per tab; `handlers` has a function per event. Returns a function that ends the stream.
