@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+import tomllib
 from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
@@ -70,6 +71,42 @@ def test_overview_has_headline_described_metrics_and_the_health_of_doctor(client
     health = get(client, "health")
     server = {"name": "inference", "version": 120, "since": pytest.approx(synthetic_run.START + 720)}
     assert health["state"] == "finished" and health["servers"] == [server]
+
+
+def test_settings_are_those_of_the_run_without_secrets(tmp_path):
+    text = """max_steps = 7
+[inference.vllm]
+api_key = "s1"
+[orchestrator]
+headers = {"X-Api-Key" = "s2", Authorization = "s3"}
+[orchestrator.client]
+api_key_var = "SHOWN"
+base_url = ["http://me:s4@host:1"]
+[[orchestrator.env]]
+id = "x"
+args = {judge = {auth_token = "s5"}, token = "s6"}
+"""
+    RunPaths(tmp_path / "run").root.mkdir()
+    RunPaths(tmp_path / "run").run_toml.write_text(text)
+    view = RunView("run", tmp_path / "run")
+    shown = view.settings_text()
+    hidden = "(hidden)"
+    args = {"judge": {"auth_token": hidden}, "token": hidden}
+    assert (
+        tomllib.loads(shown)
+        == view.settings()
+        == {
+            "max_steps": 7,
+            "inference": {"vllm": {"api_key": hidden}},
+            "orchestrator": {
+                "headers": {"X-Api-Key": hidden, "Authorization": hidden},
+                "client": {"api_key_var": "SHOWN", "base_url": [hidden]},
+                "env": [{"id": "x", "args": args}],
+            },
+        }
+    )
+    client = TestClient(make_app(RunList([tmp_path / "run"]), LOCAL), base_url="http://127.0.0.1")
+    assert client.get("/api/runs/run/settings").json() == {"text": shown}
 
 
 def test_series_are_decimated_and_unknown_names_omitted(client):

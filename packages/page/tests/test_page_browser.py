@@ -302,6 +302,12 @@ def test_hostile_text_is_inert_and_visible(paths, served, tab):
     page.locator(".group a").nth(1).click()
     page.get_by_text("Rollout 1 of group", exact=False).wait_for()
     assert page.locator(".answer").count() == 0, "the row has no answer"
+    paths.run_toml.write_text(f"max_steps = 7\ntext = {json.dumps(HOSTILE)}\n")
+    page.get_by_role("navigation").get_by_role("link", name="Settings").click()
+    page.locator("pre", has_text="max_steps = 7").wait_for()
+    shown = page.locator("pre").text_content()
+    assert "<script>window.hacked = 1</script>" in shown and "[U+202E]right to left" in shown
+    assert page.locator("main :is(a, img, script)").count() == 0
 
 
 def test_reward_parts_note_and_other_steps_of_a_rollout_are_shown(paths, served, tab):
@@ -437,7 +443,7 @@ def test_failed_run_shows_its_first_problem_on_every_view(paths, served, tab, br
     for watched, address in ((tab, served), (offline, report.as_uri())):
         page = watched.page
         page.goto(address)
-        for view in ("Overview", "Timeline", "Rollouts", "Plots", "Health"):
+        for view in ("Overview", "Timeline", "Rollouts", "Plots", "Health", "Settings"):
             page.get_by_role("navigation").get_by_role("link", name=view).click()
             banner = page.get_by_role("alert")
             banner.get_by_text("no memory <script>").wait_for()

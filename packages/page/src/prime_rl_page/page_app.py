@@ -122,6 +122,10 @@ def _add_queries(app: FastAPI, runs: RunList, find: Any) -> None:
     def config(name: str) -> dict[str, Any]:
         return find(name).settings()
 
+    @app.get("/api/runs/{name}/settings")
+    def settings(name: str) -> dict[str, Any]:
+        return {"text": find(name).settings_text()}
+
     @app.get("/api/runs/{name}/series")
     def series(name: str, metric: Annotated[list[str], Query()], points: int = 800) -> dict[str, Any]:
         return find(name).series(metric, max(10, min(points, _MAX_POINTS)))

@@ -26,7 +26,7 @@ _PLACEHOLDER = "<data of the report>"
 _TIMELINE_PIXELS = 1600
 _MODULES = (
     "dom", "state", "source", "series_store", "chart", "canvas", "overview", "tokens", "rollouts", "timeline",
-    "figure_plane", "figure_surface", "plots", "health", "compare", "main",
+    "figure_plane", "figure_surface", "plots", "health", "settings", "compare", "main",
 )  # fmt: skip
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
@@ -87,6 +87,7 @@ def report_answers(run: RunView, budget_bytes: int) -> dict[str, Any]:
         "runs": {"runs": [run.describe()]},
         f"{base}/overview": overview,
         f"{base}/config": run.settings(),
+        f"{base}/settings": {"text": run.settings_text()},
         f"{base}/series": run.series([*names, "efficiency:run"], _MAX_POINTS),
         f"{base}/timeline": run.timeline(None, None, _TIMELINE_PIXELS),
         f"{base}/health": health,

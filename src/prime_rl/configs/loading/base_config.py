@@ -102,7 +102,12 @@ class BaseConfig(BaseModel):
 def to_toml(config: BaseConfig) -> str:
     """Return the complete configuration as TOML."""
     head = f"# Resolved configuration of `{config.command_name}`; `uv run {config.command_name} @ FILE` repeats it.\n\n"
-    return head + tomli_w.dumps(substitute(config.model_dump(mode="json"), None, "None"))
+    return head + as_toml(config.model_dump(mode="json"))
+
+
+def as_toml(values: dict[str, Any]) -> str:
+    """Return nested values as TOML."""
+    return tomli_w.dumps(substitute(values, None, "None"))
 
 
 def write_config(config: BaseConfig, path: Path) -> None:

@@ -5,7 +5,7 @@ That is keys without effect, secrets, and validation errors, each explained in o
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -33,6 +33,8 @@ MISSING: Final = object()
 _SECRET = re.compile(
     r"(^|_)(api_?key|access_?key|access_token|auth_token|hf_token|secret|password|authorization)$", re.I
 )
+_HIDDEN = re.compile(r"(^|_)(key|token)$", re.I)
+"""Further keys whose text is not shown."""
 _SECRET_VARIABLE = re.compile(r"(^|_)(key|token|secret|password)(_|$)", re.I)
 _MIN_SECRET_LENGTH = 8
 """Shorter values of such variables are part of other texts by chance."""
@@ -283,6 +285,17 @@ def refuse_secrets(state: ConfigState) -> None:
                     f"{dotted(path)} ({origin.label}) contains a URL with a user or password, and the configuration is "
                     "written to disk; a server's key comes from the environment (client.api_key_var)"
                 )
+
+
+def hide_secrets(values: Any, key: str = "") -> Any:
+    """Return values from a file, the one of `key` or nested ones, with `(hidden)` for what may be a secret."""
+    if isinstance(values, Mapping):
+        return {name: hide_secrets(value, name) for name, value in values.items()}
+    if isinstance(values, list):
+        return [hide_secrets(value, key) for value in values]
+    name = key.replace("-", "_")
+    is_secret = _SECRET.search(name) or _HIDDEN.search(name) or _CREDENTIALS.search(str(values))
+    return "(hidden)" if isinstance(values, str) and is_secret else values
 
 
 def find_secret(data: bytes) -> str | None:

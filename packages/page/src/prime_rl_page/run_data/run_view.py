@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prime_rl.configs.loading.base_config import as_toml
+from prime_rl.configs.loading.provenance import hide_secrets
 from prime_rl.core.json_lines import FilePosition, read_between
 from prime_rl.liveness.heartbeat_monitor import ENDED, FAILED, read_heartbeat
 from prime_rl.monitors.figures import MAX_STEPS, Figure, FigureHistory
@@ -99,11 +101,15 @@ class RunView:
             self._refreshed = time.monotonic()
 
     def settings(self) -> dict[str, Any]:
-        """The resolved configuration; {} if there is none."""
+        """The resolved configuration, without secrets; {} if there is none."""
         changed = tuple(map(_changed, (self.paths.run_toml, self.paths.config("any").parent)))
         if changed != self._settings[0]:
-            self._settings = changed, read_run_config(self.paths)
+            self._settings = changed, hide_secrets(read_run_config(self.paths))
         return self._settings[1]
+
+    def settings_text(self) -> str:
+        """The settings as TOML."""
+        return as_toml(self.settings())
 
     def cursor(self) -> str:
         """Positions in the metric files up to which this object has read, for `updates`."""

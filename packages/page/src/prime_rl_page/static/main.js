@@ -7,11 +7,12 @@ import { OverviewView } from "./overview.js";
 import { PlotsView } from "./plots.js";
 import { RolloutView } from "./rollouts.js";
 import { SeriesStore } from "./series_store.js";
+import { SettingsView } from "./settings.js";
 import { getJson, isReport, openSource, openStream } from "./source.js";
 import { onState, readState, setState, stateUrl } from "./state.js";
 import { TimelineView } from "./timeline.js";
 
-const VIEWS = [["overview", "Overview"], ["timeline", "Timeline"], ["rollouts", "Rollouts"], ["plots", "Plots"], ["health", "Health"], ["chat", "Chat"]];
+const VIEWS = [["overview", "Overview"], ["timeline", "Timeline"], ["rollouts", "Rollouts"], ["plots", "Plots"], ["health", "Health"], ["settings", "Settings"], ["chat", "Chat"]];
 
 class Page {
   constructor(runs) {
@@ -90,6 +91,7 @@ class Page {
     if (name === "rollouts") return new RolloutView(this.run);
     if (name === "plots") return new PlotsView(this.run);
     if (name === "health") return new HealthView(this.run);
+    if (name === "settings") return new SettingsView(this.run);
     if (name === "chat") return new ChatView(this.run);
     if (name === "compare") return new CompareView(this.runs);
     return new OverviewView(this.run, this.store, this.overview);
