@@ -384,6 +384,9 @@ def test_run_list_of_a_directory_has_the_runs_below_it(tmp_path):
     assert [run.name for run in same] == ["a", "b", "a-2"]
     assert [run.label for run in same] == [f"{tmp_path.name}/a", "b", "deep/a"]
     assert [run.label for run in RunList([tmp_path / "a", tmp_path / "a"]).read()] == ["a"]
+    write_run(tmp_path / "a/outputs", steps=1)
+    [alone] = RunList([tmp_path / "a/outputs"]).read()
+    assert (alone.name, alone.label) == ("outputs", "a/outputs")
 
 
 @pytest.fixture

@@ -403,6 +403,11 @@ def test_comparison_of_two_runs_shows_both_and_their_settings(paths, browser, pa
         assert len([key for key in keys if "max_steps" in key]) == 1, keys
         assert wait_for_chart(watched.page, "Reward")[-1] == 39
         wait_for_chart(watched.page, "Loss (of different types)")
+        for run in (paths, other):
+            label = "/".join(run.root.parts[-2:])
+            watched.page.get_by_role("link", name=label, exact=True).click()
+            wait_until(watched.page, f"() => document.title === {json.dumps(f'{label} · prime-rl')}")
+            watched.page.get_by_role("link", name="Compare").click()
         watched.check(("http", urlsplit(address).netloc))
 
 

@@ -46,7 +46,7 @@ def make_report(run: RunView, budget_bytes: int = BUDGET_BYTES) -> str:
         (folder / "index.html").read_text(),
         {
             '<meta charset="utf-8">\n': f'<meta charset="utf-8">\n{policy}\n',
-            "<title>prime-rl</title>": f"<title>{html.escape(f'{run.name} · prime-rl')}</title>",
+            "<title>prime-rl</title>": f"<title>{html.escape(f'{run.label} · prime-rl')}</title>",
             '"/static/icon.svg"': f'"data:image/svg+xml;base64,{icon}"',
             '<link rel="stylesheet" href="/static/vendor/uPlot.min.css">\n': "",
             '<link rel="stylesheet" href="/static/style.css">': f"<style>{style}</style>",

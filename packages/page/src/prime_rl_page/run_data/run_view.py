@@ -49,6 +49,8 @@ _MIN_REFRESH_SECONDS = 0.2
 _SEARCH_SECONDS = 0.4
 _LOOK_SECONDS = 5.0
 _RECENT_STEPS = 10
+_USUAL_NAME = "outputs"
+"""The default of `output_dir`."""
 WAITS = {"trainer": "time/wait_for_batch", "orchestrator": "time/wait_for_policy"}
 """The metric of each process that says how long a step waited for the other one."""
 
@@ -344,7 +346,8 @@ class RunList:
     """The runs in some directories, also those that appear later. Thread-safe.
 
     A run directory is followed by the runs that share its trainer. Another directory stands for the runs directly below
-    it. The label of directories with the same name is the shortest end of their paths that differs.
+    it. The label of directories with the same name is the shortest end of their paths that differs; that of the usual
+    name, which runs on other pages have too, includes the directory above.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
@@ -395,9 +398,9 @@ def _roots(directory: Path) -> list[Path]:
 
 
 def _label(root: Path, roots: Sequence[Path]) -> str:
-    """Return the shortest end of the path of `root` that no other path has."""
+    """Return the shortest end of the path of `root` that no other path has, longer than the usual name."""
     own, others = root.resolve(), {other.resolve().parts for other in roots} - {root.resolve().parts}
-    for length in range(1, len(own.parts)):
+    for length in range(2 if own.name == _USUAL_NAME else 1, len(own.parts)):
         if not any(parts[-length:] == own.parts[-length:] for parts in others):
             return str(Path(*own.parts[-length:]))
     return str(own)

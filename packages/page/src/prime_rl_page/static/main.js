@@ -103,7 +103,7 @@ class Page {
     const picker = current === "compare" ? element("span", {}, `${this.runs.length} runs`) : this.runs.length > 1
       ? element("select", { "aria-label": "run", onchange: (event) => setState({ run: event.target.value, view: state.view }, { keep: false }) },
         this.runs.map((run) => element("option", { value: run.name, selected: run.name === this.run }, visibleString(run.label))))
-      : element("span", {}, visibleString(this.run));
+      : element("span", {}, visibleString(runLabel));
     const shown = VIEWS.filter(([key]) => key !== "chat" || !isReport());
     const views = this.runs.length > 1 ? [...shown, ["compare", "Compare"]] : shown;
     const { state: condition, healthy } = this.headline;
@@ -124,7 +124,7 @@ class Page {
       current === "compare" || !label ? null : element("span", { class: `state ${kind}` }, label),
       element("nav", { "aria-label": "views" }, links));
     focusable()[focused]?.focus();  // new elements: the keyboard's focus was lost with the old ones
-    document.title = `${current === "compare" ? "Comparison" : visibleString(this.run)} · prime-rl`;
+    document.title = `${current === "compare" ? "Comparison" : visibleString(runLabel)} · prime-rl`;
   }
 
   showFigures(headline) {
