@@ -174,6 +174,9 @@ def test_overview_metric_search_is_in_the_url(served, tab):
     page.get_by_text("lr", exact=True).wait_for()
     assert "q=learning+rate" in address_of(page)
     assert page.locator(".chart .title:visible").all_text_contents() == ["lr"]
+    assert page.locator(".chart mark").all_text_contents() == ["learning rate"], "why it was found"
+    page.get_by_label("search metrics").fill("lr")
+    wait_until(page, "() => !document.querySelector('.chart mark')")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.get_by_label("search metrics").fill("")

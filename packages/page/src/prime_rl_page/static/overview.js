@@ -182,6 +182,7 @@ export class OverviewView {
         const chart = new LineChart({ title: metric.name.replace(/^\w+:/, ""), unit: metric.unit, meaning: metric.meaning,
           lines: [{ label: "", colour: "c0", data: () => this.store.get(metric.name) }], options: this.options, hasStartup: isDuration(metric.name), hasLargest: hasLargest(metric.name) });
         chart.isOther = true;
+        if (!metric.name.toLowerCase().includes(wanted)) chart.node.append(element("div", { class: "muted" }, markMatch(metric.meaning, wanted)));
         chart.node.draw = async () => {
           await this.store.load([metric.name]);
           if (chart.node.isConnected) chart.draw();
@@ -228,4 +229,11 @@ export class OverviewView {
     this.clear();
     this.store.listeners.delete(this.onData);
   }
+}
+
+// The text with its first match of a search in lower case.
+function markMatch(text, wanted) {
+  const begin = text.toLowerCase().indexOf(wanted);
+  const end = begin + wanted.length;
+  return begin < 0 ? text : [text.slice(0, begin), element("mark", {}, text.slice(begin, end)), text.slice(end)];
 }
