@@ -214,6 +214,11 @@ class InferenceConfig(RootConfig):
     def _check(self) -> "InferenceConfig":
         if self.relay is not None and self.parallel.spans_nodes:
             raise ValueError("relay: a server over several nodes needs a directory that its nodes share; remove relay")
+        if "speculative_config" in self.vllm:
+            others = {key: getattr(self, key) for key in ("enable_return_routed_experts", "enable_lora")}
+            others["vllm.return_sampling_mask"] = self.vllm.get("return_sampling_mask")
+            for key in (name for name, value in others.items() if value):
+                raise ValueError(f"vllm.speculative_config: not tested with {key} = true; leave one of them out")
         return self
 
     @field_validator("vllm", mode="after")

@@ -20,7 +20,7 @@ from prime_rl.configs.heartbeat import HeartbeatConfig
 from prime_rl.configs.loading.base_config import BaseConfig, common
 from prime_rl.configs.loading.provenance import ConfigState
 from prime_rl.configs.online_eval import OnlineEvalConfig, ValConfig
-from prime_rl.configs.sampling import check_trained_sampling
+from prime_rl.configs.sampling import SamplingConfig, check_trained_sampling
 from prime_rl.liveness.run_settings import RUN_KEYS, SAMPLED_LENGTH, RunSettings, describe_model
 from prime_rl.storage.paths import RunPaths
 
@@ -247,14 +247,18 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
             for key in ("adaptive", "min", "max", "interval_seconds"):
                 yield f"concurrency.{key}", "has no effect if max_concurrent is set"
 
-    def doubtful(self, prefix: str = "") -> Iterator[str]:
-        """Report completions that are longer than a sample can be."""
-        samplings = [("sampling", self.sampling)]
-        samplings += [("env.sampling", env.sampling_with(self.sampling)) for env in self.env if env.sampling]
+    def samplings(self) -> list[tuple[str, SamplingConfig]]:
+        """Return all sampling parameters of training and evaluation, with their keys."""
+        found = [("sampling", self.sampling)]
+        found += [("env.sampling", env.sampling_with(self.sampling)) for env in self.env if env.sampling]
         if self.eval is not None:
             own = [env.sampling_with(self.eval.sampling) for env in self.eval.env if env.sampling]
-            samplings += [("eval.sampling", self.eval.sampling), *(("eval.env.sampling", each) for each in own)]
-        for key, sampling in samplings:
+            found += [("eval.sampling", self.eval.sampling), *(("eval.env.sampling", each) for each in own)]
+        return found
+
+    def doubtful(self, prefix: str = "") -> Iterator[str]:
+        """Report completions that are longer than a sample can be."""
+        for key, sampling in self.samplings():
             if sampling.max_tokens is not None and sampling.max_tokens > self.seq_len:
                 yield (
                     f"{prefix}{key}.max_tokens = {sampling.max_tokens} is above {prefix}seq_len = {self.seq_len}, "

@@ -249,6 +249,9 @@ class RLConfig(RunConfig):
                 raise ValueError(f"{key}.rank = {lora.rank} is more than inference.max_lora_rank = {limit}")
         if self.trainer.model.router_replay and self.inference and not self.inference.enable_return_routed_experts:
             raise ValueError("trainer.model.router_replay needs inference.enable_return_routed_experts = true")
+        if self.inference is not None and "speculative_config" in self.inference.vllm:
+            for key in (key for one in self.orchestrators.values() for key, each in one.samplings() if each.min_p):
+                raise ValueError(f"orchestrator.{key}.min_p: not supported by inference.vllm.speculative_config; set 0")
         served = self.inference_gpu_ids if self.inference else None
         evaluated = self.orchestrator.eval.base_url if self.orchestrator.eval else None
         tensor_parallel = self.inference.parallel.tp if self.inference else 1

@@ -94,9 +94,7 @@ _UNSUPPORTED_BY_REASON = {
     "weight updates need vLLM's own worker": "worker_cls",
     "loaders use the initial places of experts, which the balancer changes": "enable_eplb eplb_config",
     "weights are transferred by weight_broadcast": "weight_transfer_config",
-    "a draft model would stay at version 0; not tested with weight updates": (
-        "speculative_config spec_method spec_model spec_tokens"
-    ),
+    "set it in the table [vllm.speculative_config]": "spec_method spec_model spec_tokens",
     "a sleeping engine drops the policy's weights": (
         "enable_sleep_mode sleep_mode_offload_cudagraph sleep_preserve_parameter_names enable_cumem_allocator "
         "enable_nccl_comm_suspend"
@@ -141,6 +139,17 @@ RESTRICTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "safetensors_load_strategy": ((None, "lazy", "eager", "prefetch"), "weights are plain tensors"),
 }
 
+# Method of speculative decoding -> its keys. A verified token has the distribution of the loaded weights, whatever
+# proposed it, so drafts need no weights, or may have those of another model that stays the same.
+DRAFTS: Mapping[str, str] = {
+    "ngram": "prompt_lookup_max prompt_lookup_min",
+    "suffix": (
+        "suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor "
+        "suffix_decoding_min_token_prob"
+    ),
+    "draft_model": "model revision max_model_len draft_tensor_parallel_size",
+}
+
 # Arguments that are tested with weight updates, or that change only speed and memory.
 _FRONTEND = """
 aggregate_engine_logging allow_credentials allowed_headers allowed_local_media_path allowed_media_domains
@@ -177,8 +186,8 @@ mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_ssm_cache_dty
 max_cudagraph_capture_size max_num_active_seqs max_num_batched_tokens max_num_scheduled_tokens max_num_seqs
 max_parallel_loading_workers moe_backend num_gpu_blocks_override numa_bind numa_bind_cpus numa_bind_nodes
 optimization_level performance_mode prefill_schedule_interval prefix_cache_retention_interval prefix_caching_hash_algo
-profiler_config replayssm_buffer_len scheduler_reserve_full_isl sparse_indexer_topk_backend stream_interval
-swa_bounded_replay ubatch_size use_replayssm
+profiler_config replayssm_buffer_len scheduler_reserve_full_isl sparse_indexer_topk_backend speculative_config
+stream_interval swa_bounded_replay ubatch_size use_replayssm
 """
 _MULTIMODAL_AND_LORA = """
 interleave_mm_strings language_model_only limit_mm_per_prompt media_io_kwargs mm_device_do_normalize
@@ -205,6 +214,8 @@ def refusal_reason(argument: str, value: Any) -> str | None:
         return f"set {ELSEWHERE[argument]} instead"
     if argument in UNSUPPORTED:
         return f"not supported: {UNSUPPORTED[argument]}"
+    if argument == "speculative_config":
+        return _refuse_drafts(value)
     values, reason = RESTRICTED.get(argument, ((value,), ""))
     if value not in values:
         return f"{value} is not supported ({reason}); supported: {', '.join(map(str, values))}"
@@ -213,3 +224,16 @@ def refusal_reason(argument: str, value: Any) -> str | None:
     similar = difflib.get_close_matches(argument.removeprefix("no_"), [*ALLOWED, *RESTRICTED, *ELSEWHERE], 1)
     hint = f"; did you mean {ELSEWHERE.get(similar[0], f'vllm.{similar[0]}')}?" if similar else "; remove it"
     return f"is no argument of vLLM's server that is tested with weight updates{hint}"
+
+
+def _refuse_drafts(value: Any) -> str | None:
+    """Return why drafts are not supported: by another method, or with a key that may change what is sampled."""
+    if not isinstance(value, dict):
+        return 'is a table, for example { method = "ngram", num_speculative_tokens = 4, prompt_lookup_max = 4 }'
+    method = value.get("method")
+    if not isinstance(method, str) or method not in DRAFTS:
+        return f"method = {method!r} is not supported; supported: {', '.join(DRAFTS)}"
+    keys = ["method", "num_speculative_tokens", *DRAFTS[method].split()]
+    if others := sorted(value.keys() - {*keys}):
+        return f"{others[0]} is not supported with method = {method!r}; supported: {', '.join(keys)}"
+    return None

@@ -341,6 +341,7 @@ _ORCHESTRATOR_METRICS = (
     Metric("inference/kv_usage/mean", "share", "KV cache in use, mean over the servers, at the last reading"),
     Metric("inference/kv_usage/max", "share", "KV cache in use on the fullest server, at the last reading"),
     Metric("inference/requests_running", "requests", "requests in the batches of all servers, at the last reading"),
+    Metric("inference/accepted_per_draft", "tokens", "draft tokens that a step accepts, with speculative decoding"),
     Metric("inference/requests_waiting", "requests", "requests that wait on all servers, at the last reading"),
     Metric("inference/preemptions", "requests", "requests that the servers preempted since their start"),
     Metric("inference/servers_removed", "servers", "total of the servers removed after a failure", "servers/deaths"),

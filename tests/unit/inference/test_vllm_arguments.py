@@ -39,7 +39,15 @@ def test_every_argument_of_vllm_is_in_exactly_one_list():
         ({"enable_eplb": True}, "enable_eplb: not supported: loaders use the initial"),
         ({"enable-eplb": True}, "enable_eplb: not supported"),
         ({"weight_transfer_config": {"backend": "nccl"}}, "weight_transfer_config: not supported"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config: not supported"),
+        ({"speculative_config": "ngram"}, "speculative_config: is a table"),
+        (
+            {"speculative_config": {"model": "m"}},
+            "speculative_config: method = None is not supported",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
+            "speculative_config: rejection_sample_method is not supported with method = 'ngram'",
+        ),
         ({"api_server_count": 2}, "api_server_count: not supported: one process must know which policy is loaded"),
         ({"load_format": "dummy"}, r"load_format: dummy is not supported .*; supported: auto, safetensors"),
         ({"scheduling_policy": "priority"}, "scheduling_policy: priority is not supported"),
@@ -64,6 +72,25 @@ def test_unsupported_arguments_are_rejected_in_one_line_before_a_start(extra, me
 def test_unsupported_argument_of_a_run_is_rejected():
     with pytest.raises(ConfigError, match=r"inference\.vllm: enable_eplb: not supported"):
         RLConfig.load(["--inference.vllm.enable_eplb", "true"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", None),
+        ("--orchestrator.sampling.min-p 0.1", r"orchestrator\.sampling\.min_p: not supported by inference"),
+        ("--inference.enable-lora", "not tested with enable_lora = true"),
+        ("--inference.vllm.return-sampling-mask true", "not tested with vllm.return_sampling_mask = true"),
+    ],
+)
+def test_drafts_are_refused_with_what_was_not_tested(line, message):
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    arguments = ["--inference.vllm.speculative-config", json.dumps(drafts), *line.split()]
+    if message is None:
+        assert RLConfig.load(arguments).inference.vllm["speculative_config"] == drafts
+        return
+    with pytest.raises(ConfigError, match=message):
+        RLConfig.load(arguments)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,13 @@ vllm:num_preemptions_total{engine="0",model_name="m"} 2.0
 vllm:num_preemptions_created{engine="0",model_name="m"} 1.7e+09
 vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
 """
+DRAFTS = """
+vllm:spec_decode_num_drafts_total{engine="0"} 4.0
+vllm:spec_decode_num_drafts_total{engine="1"} 1.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 6.0
+vllm:spec_decode_num_accepted_tokens_total{engine="1"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 99.0
+"""
 
 
 def quiet(**values):
@@ -163,6 +170,7 @@ def quiet(**values):
 
 def test_parse_load_reads_vllm_metrics():
     assert parse_load(PAGE) == ServerLoad(running=7, waiting=1, kv_usage=0.5, preemptions=2, kv_tokens=1600)
+    assert parse_load(PAGE + DRAFTS).accepted_per_draft == 1.8
     for page in ("", "vllm:num_requests_running 1.0\n", "something_else 1.0\n"):
         assert parse_load(page) is None, "a metric is missing"
 

@@ -95,6 +95,10 @@ def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None
     if on_cpu and (reason := _NOT_ON_CPU.get(model.get("model_type", ""))):
         raise ConfigError(f"model.name: vLLM cannot run {config.model.name} ({model['model_type']}) on a CPU: {reason}")
     _check_hybrid_model(config.model.name, text)
+    if "speculative_config" in config.vllm and any(text.get(key) for key in _RECURRENT):
+        raise ConfigError(
+            f"vllm.speculative_config: not tested with the recurrent layers of {config.model.name}; leave it out"
+        )
     layers = "experts" if has_experts(model) else "gated delta layers" if text.get("linear_num_value_heads") else None
     if on_cpu and config.enable_lora and layers:
         raise ConfigError(

@@ -72,7 +72,7 @@ class WeightUpdateExtension:
         self.weight_update = WorkerWeightUpdate(self, Path(base), DeltaCache(Path(cache)))
         atexit.register(self.weight_update.end)
         patches.score_prompts_by_their_own_adapter(self.model_runner)
-        patches.keep_seeds_of_chunked_prompts(self.model_runner)
+        patches.repair_sampling_on_cpu(self.model_runner)
         record_routes(self.model_runner)
 
     def call_weight_update(self: Any, method: str, *args: Any) -> Any:

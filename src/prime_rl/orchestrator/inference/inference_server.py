@@ -137,13 +137,16 @@ _WAITING = "vllm:num_requests_waiting"
 _KV_USAGE = "vllm:kv_cache_usage_perc"
 _PREEMPTIONS = "vllm:num_preemptions"
 _CACHE = "vllm:cache_config_info"
+_DRAFTS = "vllm:spec_decode_num_drafts"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
     """The load of a server, summed over its engines: requests in the batch, waiting, and preempted since its start.
 
-    `kv_usage` is the largest share of a KV cache in use, 0 to 1; `kv_tokens` the capacity in tokens, if reported.
+    `kv_usage` is the largest share of a KV cache in use, 0 to 1; `kv_tokens` the capacity in tokens, if reported;
+    `accepted_per_draft` the draft tokens that were accepted per draft of speculative decoding, if there were any.
     """
 
     running: int
@@ -151,11 +154,12 @@ class ServerLoad:
     kv_usage: float
     preemptions: int
     kv_tokens: int | None = None
+    accepted_per_draft: float | None = None
 
 
 def parse_load(text: str) -> ServerLoad | None:
     """Parse vLLM's /metrics page; None if a metric is missing."""
-    wanted = (_RUNNING, _WAITING, _KV_USAGE, _PREEMPTIONS, _CACHE)
+    wanted = (_RUNNING, _WAITING, _KV_USAGE, _PREEMPTIONS, _CACHE, _DRAFTS, _ACCEPTED)
     lines = [line for line in text.splitlines() if line.startswith(wanted)]
     samples = [s for family in text_string_to_metric_families("\n".join(lines) + "\n") for s in family.samples]
     values: dict[str, list[float]] = {}
@@ -174,6 +178,7 @@ def parse_load(text: str) -> ServerLoad | None:
         kv_usage=max(values[_KV_USAGE]),
         preemptions=int(sum(values[_PREEMPTIONS])),
         kv_tokens=kv_tokens,
+        accepted_per_draft=sum(values[_ACCEPTED]) / drafts if (drafts := sum(values.get(_DRAFTS, ()))) else None,
     )
 
 
@@ -181,7 +186,9 @@ def load_metrics(loads: Sequence[ServerLoad]) -> dict[str, float]:
     """Return the metrics of the servers that were read; {} if there are none."""
     if not loads:
         return {}
+    accepted = [load.accepted_per_draft for load in loads if load.accepted_per_draft is not None]
     return {
+        **({"inference/accepted_per_draft": sum(accepted) / len(accepted)} if accepted else {}),
         "inference/kv_usage/mean": sum(load.kv_usage for load in loads) / len(loads),
         "inference/kv_usage/max": max(load.kv_usage for load in loads),
         "inference/requests_running": sum(load.running for load in loads),
