@@ -214,9 +214,12 @@ class InferenceConfig(RootConfig):
     def _check(self) -> "InferenceConfig":
         if self.relay is not None and self.parallel.spans_nodes:
             raise ValueError("relay: a server over several nodes needs a directory that its nodes share; remove relay")
-        if "speculative_config" in self.vllm:
-            others = {key: getattr(self, key) for key in ("enable_return_routed_experts", "enable_lora")}
-            others["vllm.return_sampling_mask"] = self.vllm.get("return_sampling_mask")
+        if drafts := self.vllm.get("speculative_config"):
+            others = {
+                "enable_return_routed_experts": self.enable_return_routed_experts,
+                "enable_lora": self.enable_lora and drafts["method"] == "draft_model",
+                "vllm.return_sampling_mask": self.vllm.get("return_sampling_mask"),
+            }
             for key in (name for name, value in others.items() if value):
                 raise ValueError(f"vllm.speculative_config: not tested with {key} = true; leave one of them out")
         return self

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 from collections import Counter
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ ARGUMENTS += ["--vllm.kv_cache_memory_bytes", "64M"]
 AGREEMENT = 1e-5
 DRAFTS = {
     "ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    **({"suffix": {}} if find_spec("arctic_inference") else {}),  # built from source, so not in the extra `cpu`
     "draft_model": {"model": "base"},  # the base model, also while later versions are loaded
 }
 TOP_K, LENGTH, SAMPLES, SWITCHES = 4, 4, 25_000, 50

@@ -79,7 +79,7 @@ def test_unsupported_argument_of_a_run_is_rejected():
     [
         ("", None),
         ("--orchestrator.sampling.min-p 0.1", r"orchestrator\.sampling\.min_p: not supported by inference"),
-        ("--inference.enable-lora", "not tested with enable_lora = true"),
+        ("--inference.enable-return-routed-experts", "not tested with enable_return_routed_experts = true"),
         ("--inference.vllm.return-sampling-mask true", "not tested with vllm.return_sampling_mask = true"),
     ],
 )
