@@ -236,4 +236,5 @@ def _refuse_drafts(value: Any) -> str | None:
     keys = ["method", "num_speculative_tokens", *DRAFTS[method].split()]
     if others := sorted(value.keys() - {*keys}):
         return f"{others[0]} is not supported with method = {method!r}; supported: {', '.join(keys)}"
-    return None
+    needed = {"ngram": ["num_speculative_tokens"], "draft_model": ["num_speculative_tokens", "model"]}.get(method, [])
+    return next((f"{key} is missing" for key in needed if key not in value), None)

@@ -48,6 +48,10 @@ def test_every_argument_of_vllm_is_in_exactly_one_list():
             {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
             "speculative_config: rejection_sample_method is not supported with method = 'ngram'",
         ),
+        (
+            {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
+            "speculative_config: model is missing",
+        ),
         ({"api_server_count": 2}, "api_server_count: not supported: one process must know which policy is loaded"),
         ({"load_format": "dummy"}, r"load_format: dummy is not supported .*; supported: auto, safetensors"),
         ({"scheduling_policy": "priority"}, "scheduling_policy: priority is not supported"),

@@ -95,7 +95,10 @@ def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None
     if on_cpu and (reason := _NOT_ON_CPU.get(model.get("model_type", ""))):
         raise ConfigError(f"model.name: vLLM cannot run {config.model.name} ({model['model_type']}) on a CPU: {reason}")
     _check_hybrid_model(config.model.name, text)
-    if "speculative_config" in config.vllm and any(text.get(key) for key in _RECURRENT):
+    drafts = config.vllm.get("speculative_config")
+    if drafts and drafts["method"] == "suffix" and not find_spec("arctic_inference"):
+        raise ConfigError("vllm.speculative_config: suffix needs a package; run `uv pip install arctic-inference`")
+    if drafts and any(text.get(key) for key in _RECURRENT):
         raise ConfigError(
             f"vllm.speculative_config: not tested with the recurrent layers of {config.model.name}; leave it out"
         )
