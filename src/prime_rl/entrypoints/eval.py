@@ -2,13 +2,10 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from prime_rl.configs.eval import EvalConfig
+from prime_rl.supervisor.input_check import check_dry_run
 
 
 @command
@@ -19,21 +16,13 @@ def main() -> None:
         return
     from prime_rl.configs.eval import EvalConfig
 
-    config = EvalConfig.load(check=_check_environments)
+    config = EvalConfig.load(check=check_dry_run)
     from prime_rl.core.logs import set_up_logging
     from prime_rl.evaluation.offline import check_input, evaluate
 
     check_input(config)
     set_up_logging(config.log.level, config.log.utc, config.run_paths.log("eval") if config.log.file else None)
     evaluate(config)
-
-
-def _check_environments(config: "EvalConfig") -> None:
-    from prime_rl.evaluation.eval_plan import check_installed
-    from prime_rl.supervisor.input_check import check_imports
-
-    check_installed(config.env)
-    check_imports(config.env, config.client.api_key_var)
 
 
 def _compare(argv: list[str]) -> None:

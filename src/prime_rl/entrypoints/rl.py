@@ -1,13 +1,10 @@
 """`uv run rl`: a whole run."""
 
 import sys
-from typing import TYPE_CHECKING
 
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from prime_rl.configs.rl import RLConfig
+from prime_rl.supervisor.input_check import InputCheck, check_dry_run
 
 
 @command
@@ -31,9 +28,7 @@ def main() -> None:
             "writes a project"
         )
     if {"--dry-run", "--help", "-h", "--help-all"} & {*sys.argv}:
-        RLConfig.load(check=_check)
-    from prime_rl.supervisor.input_check import InputCheck
-
+        RLConfig.load(check=check_dry_run)
     with InputCheck() as check:
         config = RLConfig.load()
         if config.slurm is not None:
@@ -44,25 +39,6 @@ def main() -> None:
         from prime_rl.supervisor.launch import run
 
         sys.exit(run(config, check))
-
-
-def _check(config: "RLConfig") -> None:
-    """Raise ConfigError for an environment that cannot be imported; a job of Slurm imports it on its own node.
-
-    Says on stderr what works with models of this family.
-    """
-    from prime_rl.core.import_utils import packages_unlike_the_lock
-    from prime_rl.rollouts.environment_id import check_environments
-    from prime_rl.supervisor.input_check import check_imports
-    from prime_rl.supervisor.planning.model_shape import describe_family
-
-    if (text := packages_unlike_the_lock()) is not None:
-        print(f"warning: {text}", file=sys.stderr)
-    for run in config.orchestrators.values() if config.slurm is None else ():
-        check_environments(run, "orchestrator.")
-        check_imports([*run.env, *(run.eval.env if run.eval is not None else ())], run.client.api_key_var)
-    if (family := describe_family(config.model.name, config.model.revision)) is not None:
-        print(f"model {family}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -207,6 +207,13 @@ async def start_environments(
     return pools
 
 
+def check_functions(config: OrchestratorConfig) -> None:
+    """Raise ConfigError if a function for advantages or a curriculum cannot be imported or called."""
+    advantage_function(config.advantage)
+    if config.buffer.type == "curriculum":
+        Curriculum(0, config.buffer, (), "")
+
+
 def load_input(config: OrchestratorConfig) -> int:
     """Load what `orchestrate` will load in its environment workers, and return the number of training examples.
 

@@ -11,20 +11,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from prime_rl.core.api_key import withheld_from_environments
 from prime_rl.core.entry_point import ERROR_FILE, command, read_error_file
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.import_utils import packages_unlike_the_lock
 from prime_rl.liveness.parent_process import die_with_parent
 
 if TYPE_CHECKING:
-    from prime_rl.configs.environment import EnvConfig, EvalEnvConfig
+    from prime_rl.configs.eval import EvalConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.synthesize import SynthesizeConfig
     from prime_rl.configs.training.loss import LossConfig
 
 _EARLY_IMPORTS = ("pydantic", "numpy", "openai.types", "anthropic.types")
@@ -34,8 +35,11 @@ _EARLY_IMPORTS = ("pydantic", "numpy", "openai.types", "anthropic.types")
 class InputCheck:
     """The process that loads the input. Use as a context manager, which starts and ends it."""
 
+    def __init__(self, what: Literal["everything", "imports"] = "everything") -> None:
+        self._what = what
+
     def __enter__(self) -> Self:
-        self._child = _Child("orchestrator")
+        self._child = _Child(self._what)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,24 +48,27 @@ class InputCheck:
     def run(self, config: "RLConfig") -> int:
         """Load the input of the orchestrators and the loss of the trainer.
 
-        Returns the number of training examples of the last orchestrator.
+        Returns the number of training examples of the last orchestrator; 0 if only imports are checked.
 
         Raises:
             ConfigError: an environment, its data or a function is refused by the process that will use it.
             RunError: a check did not end in time.
         """
         first, *others = config.orchestrators.values()
-        count = self._check(first, config.trainer.loss)
+        count = self.check(first, config.trainer.loss)
         for orchestrator in others:
             self._child.end()
-            self._child = _Child("orchestrator")
-            count = self._check(orchestrator)
+            self._child = _Child(self._what)
+            count = self.check(orchestrator)
         return count
 
-    def _check(self, orchestrator: "OrchestratorConfig", loss: "LossConfig | None" = None) -> int:
-        withheld = withheld_from_environments([orchestrator.client.api_key_var], orchestrator.model_dump())
-        limit_seconds = sum(env.start_timeout_seconds for env in orchestrator.env)
-        self._child.send(orchestrator.model_dump(mode="json"), withheld)
+    def check(
+        self, config: "OrchestratorConfig | EvalConfig | SynthesizeConfig", loss: "LossConfig | None" = None
+    ) -> int:
+        """Load the input of one command. Returns and raises as `run`."""
+        withheld = withheld_from_environments([config.client.api_key_var], config.model_dump())
+        limit_seconds = sum(env.start_timeout_seconds for env in config.env)
+        self._child.send(config.model_dump(mode="json"), withheld)
         if loss is not None and loss.type == "custom":
             child = _Child("loss")
             try:
@@ -72,20 +79,40 @@ class InputCheck:
         return self._child.result(limit_seconds)
 
 
-def check_imports(environments: Sequence["EnvConfig | EvalEnvConfig"], api_key_var: str) -> None:
-    """Import environments that are installed here, without their data, for a dry run. Raises as `InputCheck.run`."""
-    from prime_rl.configs.environment import EnvConfig
-    from prime_rl.rollouts.separate.added_environments import with_added_packages
-    from prime_rl.rollouts.separate.interpreters import needs_interpreter
+def check_dry_run(config: "RLConfig | OrchestratorConfig | EvalConfig | SynthesizeConfig") -> None:
+    """Check what a command gets from its user, without data and models, and not for Slurm, whose nodes have it.
 
-    here = [env for env in environments if not (env.install or needs_interpreter(with_added_packages(env)))]
-    child = _Child("modules")
-    try:
-        values = {"env": [env.model_dump(mode="json", include={*EnvConfig.model_fields}) for env in here]}
-        child.send(values, withheld_from_environments([api_key_var], values))
-        child.result(sum(env.start_timeout_seconds for env in here))
-    finally:
-        child.end()
+    For a run, says on stderr what works with models of this family. Raises as `InputCheck.run`.
+    """
+    from prime_rl.configs.eval import EvalConfig
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.synthesize import SynthesizeConfig
+    from prime_rl.evaluation import offline, synthesis
+    from prime_rl.rollouts.environment_id import check_environments
+    from prime_rl.supervisor.planning.model_shape import describe_family
+
+    if isinstance(config, RLConfig):
+        if (text := packages_unlike_the_lock()) is not None:
+            print(f"warning: {text}", file=sys.stderr)
+        if (family := describe_family(config.model.name, config.model.revision)) is not None:
+            print(f"model {family}", file=sys.stderr)
+        if config.slurm is not None:
+            return
+    with InputCheck("imports") as check:
+        match config:
+            case EvalConfig():
+                offline.check_input(config)
+            case SynthesizeConfig():
+                synthesis.plan(config)
+            case RLConfig():
+                for run in config.orchestrators.values():
+                    check_environments(run, "orchestrator.")
+                check.run(config)
+                return
+            case _:
+                check_environments(config, "")
+        if config.env:  # not only benchmarks
+            check.check(config)
 
 
 class _Child:
@@ -148,7 +175,7 @@ def main() -> None:
     """Check the values on stdin; write a count to the file in the second argument."""
     die_with_parent()
     what, result = sys.argv[1:]
-    for module in _EARLY_IMPORTS if what == "orchestrator" else ():
+    for module in _EARLY_IMPORTS if what == "everything" else ():
         importlib.import_module(module)
     message = json.load(sys.stdin)
     os.environ.clear()
@@ -160,12 +187,18 @@ def main() -> None:
         key = "trainer.loss.import_path"
         function = load_function(values["import_path"], key)
         check_call(function, 1, values["kwargs"], f"{key} = {values['import_path']!r}")
-    elif what == "modules":
+    elif what == "imports":
         from prime_rl.configs.environment import EnvConfig
         from prime_rl.rollouts.workers.worker_main import check_import
 
-        for env in values["env"]:
-            check_import(EnvConfig.model_validate(env))
+        for env in [*values["env"], *(values.get("eval") or {}).get("env", [])]:
+            check_import(EnvConfig.model_validate({key: env[key] for key in EnvConfig.model_fields}))
+        chosen = {values.get(block, {}).get("type") for block in ("advantage", "buffer")}
+        if chosen & {"custom", "curriculum"}:
+            from prime_rl.configs.orchestrator import OrchestratorConfig
+            from prime_rl.orchestrator.orchestrator_setup import check_functions
+
+            check_functions(OrchestratorConfig.model_validate(values))
     else:
         from prime_rl.configs.orchestrator import OrchestratorConfig
         from prime_rl.orchestrator.orchestrator_setup import load_input

@@ -2,9 +2,10 @@
 
 import pytest
 
+from prime_rl.configs.eval import EvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import ConfigError, RunError
-from prime_rl.supervisor.input_check import InputCheck
+from prime_rl.supervisor.input_check import InputCheck, check_dry_run
 
 MODEL = "configs/reverse_text/model"
 ENVIRONMENT = """
@@ -86,6 +87,33 @@ def test_check_input_refuses_what_a_process_would_refuse(config, arguments, part
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
+
+
+FILE = '"{}/functions.py:missing"'
+
+
+@pytest.mark.extended(after=2)  # the first import verifiers
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--orchestrator.env.rewards", f"[{FILE}]"], "env.rewards.0.import_path of environment"),
+        ([*CUSTOM_LOSS, FILE.strip('"')], "trainer.loss.import_path"),
+        (["--orchestrator.eval.env", f'[{{{{id="gsm8k",rewards=[{FILE}]}}}}]'], "env.rewards.0.import_path"),
+        (["--orchestrator.env.agent", FILE.strip('"')], "env.agent of environment"),
+        (["--orchestrator.advantage.type", "custom", "--orchestrator.advantage.import-path", FILE.strip('"')],
+         "orchestrator.advantage.import_path"),
+        (["--orchestrator.buffer.type", "curriculum", "--orchestrator.buffer.import-path", FILE.strip('"')],
+         "orchestrator.buffer.import_path"),
+    ],
+)  # fmt: skip
+def test_dry_run_imports_the_functions_that_a_configuration_names(config, arguments, key):
+    with pytest.raises(ConfigError, match=r"functions.py has no function 'missing'") as caught:
+        check_dry_run(config(*arguments))
+    assert str(caught.value).startswith(key)
+
+
+def test_dry_run_of_an_evaluation_of_benchmarks_alone_passes():
+    check_dry_run(EvalConfig.load(["--benchmarks", "gsm8k"]))
 
 
 def test_check_input_of_an_environment_that_hangs_ends(config):

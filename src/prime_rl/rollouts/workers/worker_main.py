@@ -23,14 +23,17 @@ from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.loopback import bypass_proxies
 from prime_rl.core.terminal_escape import escape_control_chars
 from prime_rl.core.types import Conversation, Split
+from prime_rl.rollouts.agent_function import load_agent
 from prime_rl.rollouts.clients.generation_stream import LoopTurns
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
-from prime_rl.rollouts.environment_backend import LAST_CLASSIC, EnvironmentBackend
+from prime_rl.rollouts.environment_backend import LAST_CLASSIC, EnvironmentBackend, load_rewards
 from prime_rl.rollouts.environment_id import find_environment
 from prime_rl.rollouts.group_attempts import GroupAccount, check_arguments, check_scores, config_errors
 from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.separate.added_environments import with_added_packages
 from prime_rl.rollouts.separate.crash_record import CrashRecord, current_group
+from prime_rl.rollouts.separate.interpreters import needs_interpreter
 from prime_rl.rollouts.separate.values import exports_taskset
 from prime_rl.rollouts.workers import protocol
 from prime_rl_sandbox.execution import use_settings
@@ -145,7 +148,16 @@ def load(
 
 
 def check_import(config: EnvConfig) -> None:
-    """Import an environment without its data. Raises ConfigError as `load`, for what is wrong without them."""
+    """Import an environment and its functions, without data; packages of its own, or to be installed, are left out.
+
+    Raises:
+        ConfigError: as `load`, for what is wrong without data.
+    """
+    load_rewards(config.rewards, config.id)
+    if config.agent is not None:
+        load_agent(config)
+    if config.install or needs_interpreter(with_added_packages(config)):
+        return
     module, is_taskset = _import(config)
     if not is_taskset:
         check_arguments(module.load_environment, config.args, config.id)
