@@ -56,6 +56,7 @@ def test_export_takes_the_newest_version_that_is_in_files(run, tmp_path):
         ("run", 5, {}, r"no weights of step 5: .*available steps: 2, 10, 11, 12$"),
         ("run", 11, {}, "step_11 has no files of weights: they were sent through memory"),
         ("run", 10, {"adapter": True}, "--adapter: .*step_10 is a whole model"),
+        ("run", 10, {"model": "none"}, "--model: .*step_10 is a whole model, which needs no base model; omit"),
         ("run/weights/step_2", 2, {}, "--step selects a version of a run"),
         ("run/weights/step_2", None, {"dtype": "float16"}, "--dtype: .* is in float32"),
         ("none", None, {}, "none is no directory; pass a run directory"),

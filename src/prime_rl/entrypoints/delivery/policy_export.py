@@ -197,6 +197,8 @@ def _version(folder: Path, form: ExportForm) -> PolicySource:
             raise ConfigError(f"{folder} has no files of weights: they were sent through memory")
         if form.adapter:
             raise ConfigError(f"--adapter: {folder} is a whole model; omit the flag, or export a checkpoint")
+        if form.model is not None:
+            raise ConfigError(f"--model: {folder} is a whole model, which needs no base model; omit the option")
         published = json.loads((full / "config.json").read_text())
         stored = published.get("dtype", published.get("torch_dtype"))
         if form.dtype not in (None, stored):
