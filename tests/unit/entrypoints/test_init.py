@@ -18,6 +18,7 @@ from prime_rl.core.import_utils import load_function
 from prime_rl.entrypoints.rl import main
 from prime_rl.orchestrator.orchestrator_setup import load_input
 
+MODEL = Path(__file__).parents[3] / "configs/reverse_text/model"
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
 CONTEXT = {"question": "q", "context": "c"}
 MC = {"question": "q", "choices": ["1", "2", "3", "4"]}
@@ -103,6 +104,8 @@ def test_template_without_data_is_a_valid_project(init, template, monkeypatch):
         ("x.json", [{"question": "a", "answer": "b"}, 5], ("a", "b"), "contains", ""),
         ("tickets.csv", "nr,Message,Department,Country\n1,a,b,c\n2,d,e,c\n", ("a", "b"), "contains", ""),
         ("faq.csv", "email,question_text,best_answer,topic\nm,a,b,c\n", ("a", "b"), "contains", ""),
+        ("qa.csv", "category,question,best_answer\na,b,c\n", ("b", "c"), "contains", ""),
+        ("talk.csv", "id,dialogue,summary,topic\n1,a,b,c\n", ("a", "b"), "contains", ""),
         ("ctx.jsonl", [CONTEXT | {"answers": {"text": ["a", 2]}}], ("c\n\nq", "a"), "contains", ""),
     ],
 )  # fmt: skip
@@ -160,6 +163,8 @@ def test_parquet_and_folders_are_read_and_conversations_stay_messages(init):
         (["demo", "--grader", "number", "--template", "sft"], "--grader is for --template dataset"),
         (["demo", "--data", "plain.csv", "--choices-by", "0"], "--choices-by 0: the rows have no choices"),
         (["demo", "--data", "."], "several formats"),
+        (["demo", "--data", MODEL], "is a folder with a model; pass the data, and set model.name"),
+        (["demo", "--data", "../other"], "have different columns; pass one of them"),
         (["demo", "--data", "~no_such_user/x.csv"], "--data ~no_such_user"),
         (["demo", "--data", "base.csv"], "--choices-by 0"),
         (["demo", "--data", "blank.csv"], "(without values: answer)"),
@@ -175,6 +180,9 @@ def test_bad_input_is_one_line_and_writes_nothing(init, arguments, message, caps
     }  # fmt: skip
     for name, content in files.items():
         Path(name).write_bytes(content)
+    Path("../other").mkdir()
+    for name in "ab":
+        Path(f"../other/{name}.jsonl").write_text(json.dumps({name: 1}) + "\n")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(SystemExit, match="2"):

@@ -28,11 +28,11 @@ _PROMPTS = (
     "content body review source task user frage pregunta"
 )
 _ANSWERS = (
-    "answer answervalue finalanswer correctanswer answerkey groundtruth gold goldanswer expectedanswer expected target "
-    "solution label output completion response reply reference result correct answers correctoption cop chosen "
-    "translation summary category class assistant sentiment antwort respuesta"
+    "answer answervalue finalanswer correctanswer answerkey groundtruth gold goldanswer bestanswer expectedanswer "
+    "expected target solution label output completion response reply reference result correct answers correctoption "
+    "cop chosen translation summary category class assistant sentiment antwort respuesta"
 )
-_TEXTS = "message comment post tweet description abstract"
+_TEXTS = "message comment post tweet description abstract request dialogue transcript"
 _LABELS = "intent topic department priority"
 """Columns that are taken if no other one is recognised."""
 _PLAIN_PROMPTS = "question problem prompt"

@@ -109,7 +109,10 @@ def read_data_set(name: str, limit: int) -> Table:
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_name) or Path(name).suffix in (*_TABLES, *_JSON, ".parquet"):
             raise ConfigError(f"--data: there is no file {name}, and it is no name of a data set of the hub")
         _check_on_hub(hub_name)
+    elif any((folder / file).is_file() for file in ("config.json", "tokenizer_config.json", "adapter_config.json")):
+        raise ConfigError(f"--data: {name} is a folder with a model; pass the data, and set model.name in the project")
     from datasets import exceptions, get_dataset_config_names, load_dataset
+    from datasets.table import CastError
 
     where, notes = str(folder) if folder.is_dir() else hub_name, []
     kinds = {file.suffix for file in folder.glob("*")} & {*_TABLES, *_JSON, ".parquet"}
@@ -126,6 +129,8 @@ def read_data_set(name: str, limit: int) -> Table:
         split = "train" if "train" in splits else next(iter(splits))
         notes.append(f"split {split} of {', '.join(splits)}")
         table = _take(map(dict, splits[split]), Table(notes=notes), limit)
+    except CastError:
+        raise ConfigError(f"--data: the files of {name} have different columns; pass one of them") from None
     except (OSError, ValueError, RuntimeError, ImportError, exceptions.DatasetsError) as error:
         raise ConfigError(f"--data: {name} cannot be read: {summarize_exception(error)}; pass a file of it") from None
     if not table.rows:
