@@ -88,6 +88,11 @@ async def test_what_is_no_request_is_refused_in_the_vendors_form_and_samples_not
         BAD = [(f"/chat/completions{path}", body) for path, body in BAD]
         BAD += [("/messages", {"messages": [{"role": "assistant", "content": "{"}]}), ("/messages", {"system": 5}),
                 ("/responses", {"input": 5}), ("/responses", {"tools": [{"type": "custom", "name": ["a"]}]})]
+        BAD += [("/messages", {"model": "no max_tokens"}), ("/chat/completions", {"tools": [{"type": "function"}]}),
+                ("/responses", {"input": [{"type": "reasoning", "summary": 5}]})]
+        WRONG = {"stream": "yes", "temperature": float("nan"), "top_p": [1], "seed": True}
+        BAD += [(path, {"max_tokens": 5, name: value}) for path in ("/chat/completions", "/messages", "/responses")
+                for name, value in WRONG.items()]
 
         async def solve(messages, base_url, api_key):
             hello = {"messages": messages, "input": "hello"}
@@ -96,7 +101,8 @@ async def test_what_is_no_request_is_refused_in_the_vendors_form_and_samples_not
                     body = {"data": body} if isinstance(body, bytes) else {"json": {**hello, **body} if body else body}
                     async with session.post(base_url + path, **body) as answer:
                         assert answer.status == (404 if path.endswith("none") else 400), (body, await answer.text())
-                        assert (await answer.json())["error"]["message"]
+                        message = (await answer.json())["error"]["message"]
+                        assert message and "Error" not in message, message
             await ask(messages, base_url, api_key)
     """
     (rollout,), prompts = await play(load(agent))

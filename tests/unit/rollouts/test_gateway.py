@@ -168,7 +168,11 @@ async def test_agents_are_answered_as_by_the_vendors(url, tmp_path):
         rollout = await agent.take()
         headers = {"Authorization": f"Bearer {rollout['api_key']}"}
         for path, body, status, expected in ASKED:
-            body = {"model": "m"} | ({} if path == "responses" else {"messages": rollout["messages"]}) | body
+            body = (
+                {"model": "m", "max_tokens": 50}
+                | ({} if path == "responses" else {"messages": rollout["messages"]})
+                | body
+            )
             got, answer = await agent.send("POST", f"{rollout['base_url']}/{path}", body, headers)
             assert got == status and (answer if got == 200 else answer["error"]).items() >= expected.items(), answer
             if expected is FULL:  # the phrases by which agents recognise it, and begin a summary
@@ -202,7 +206,7 @@ async def test_a_stream_that_fails_ends_with_the_error_and_is_no_turn(url, tmp_p
         await agent.ask(rollout)
         headers = {"Authorization": f"Bearer {rollout['api_key']}"}
         events = []
-        body = {"model": "m", "stream": True, ("input" if path == "responses" else "messages"): LONG}
+        body = {"model": "m", "max_tokens": 50, "stream": True, ("input" if path == "responses" else "messages"): LONG}
         async with agent.session.post(f"{rollout['base_url']}/{path}", json=body, headers=headers) as answer:
             with suppress(aiohttp.ClientPayloadError):
                 async for line in answer.content:

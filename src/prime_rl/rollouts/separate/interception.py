@@ -6,6 +6,7 @@ reply.
 
 import asyncio
 import json
+import math
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -28,6 +29,24 @@ _HEADERS_SECONDS = 2.0
 
 _BACKLOG = 4096
 """Connections that wait until the event loop accepts them; the kernel may limit them (net.core.somaxconn)."""
+
+_TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("messages", "tools"), (list, "a list")),
+    **dict.fromkeys(("input", "system"), (str | list, "a text or a list")),
+    **dict.fromkeys(("output_config", "reasoning", "text"), (dict, "an object")),
+    "stream": (bool, "true or false"),
+    **dict.fromkeys(
+        (
+            *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+            *("max_tokens", "max_completion_tokens", "max_output_tokens"),
+        ),
+        (int | float, "a finite number"),
+    ),
+}
+"""Types of keys of requests, which mean the same in each API. Verifiers checks only some of them."""
+
+_REQUIRED = {"/v1/chat/completions": ("messages",), "/v1/messages": ("messages", "max_tokens")}
+"""Keys that the vendors require, by path."""
 
 Ask = Callable[[int, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 """Answers the body of a chat completion of an agent of an episode. Raises ValueError if it does not."""
@@ -194,8 +213,11 @@ def adapt_server(server: Any) -> None:
         if not request.path.startswith("/v1/"):
             return cast(web.StreamResponse, await handle(request))
         try:
-            if b"null" in (raw := await request.read()):
-                request._read_bytes = json.dumps(without_nulls(json.loads(raw))).encode()
+            if request.method == "POST":
+                body = json.loads(raw := await request.read())
+                _check_types(body, request.path)
+                if b"null" in raw:
+                    request._read_bytes = json.dumps(without_nulls(body)).encode()
             response = await handle(request)
             if response.status < 400:
                 return cast(web.StreamResponse, response)
@@ -205,7 +227,7 @@ def adapt_server(server: Any) -> None:
         except Exception as error:
             if isinstance(error, ConnectionError) or request.writer.output_size:
                 raise
-            status, message = 400, f"malformed request: {error!r:.300}"
+            status, message = 400, _describe(error)
         return web.json_response(error_body(status, message), status=status)
 
     server.request_handler = answer
@@ -222,10 +244,31 @@ def lengthen_backlog(server: Any) -> None:
 def _chat_body(api: AgentApi, body: dict[str, Any]) -> dict[str, Any]:
     try:
         return api.chat_body(body)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ProviderError(f"malformed request: {error!r}", status_code=400) from error
-    except ValueError as error:
-        raise ProviderError(str(error), status_code=400) from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ProviderError(_describe(error), status_code=400) from error
+
+
+def _check_types(request: Any, path: str) -> None:
+    """Raise ValueError if a key has a type that the vendors refuse, or if a required one is missing."""
+    if not isinstance(request, dict):
+        raise ValueError("the body is not an object")
+    for name in _TYPES.keys() & request.keys():
+        (kind, what), value = _TYPES[name], request[name]
+        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if value is not None and not (fits and (not isinstance(value, float) or math.isfinite(value))):
+            raise ValueError(f"{name} is {value!r:.80}, not {what}")
+    for name in _REQUIRED.get(path, ()):
+        if request.get(name) is None:
+            raise ValueError(f"{name} is missing")
+
+
+def _describe(error: Exception) -> str:
+    """Return what is wrong with a request, without names of exceptions of Python."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"the body is not JSON: {error}"
+    if isinstance(error, KeyError):
+        return f"malformed request: {error.args[0]!r:.80} is missing in a part of it"
+    return str(error) if isinstance(error, ValueError) else "malformed request: a part of it has the wrong type"
 
 
 def _response(raw: dict[str, Any]) -> Response:
