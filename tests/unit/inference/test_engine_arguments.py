@@ -14,6 +14,7 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.inference.vllm.engine_arguments import (
     _defaults,
     _flags,
+    check_cores,
     check_model,
     explain_refusal,
     load_plugins,
@@ -87,6 +88,14 @@ def test_prepare_environment_rejects_variables_that_change_the_model(environment
     environment[name] = "2"
     with pytest.raises(ConfigError, match=rf"^the environment variable {name} is not supported: .*; unset it$"):
         prepare_environment(_config(), on_cpu=False)
+
+
+def test_root_without_sys_or_lscpu_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"cores in .*possible, which is not there; mount /sys"):
+        check_cores(tmp_path / "possible")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="lscpu, which is not there; install util-linux"):
+        check_cores()
 
 
 def test_load_plugins_loads_parsers_and_rejects_unknown_ones(tmp_path):

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import math
 import os
+import shutil
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ _NOT_ON_CPU = {
     **{f"qwen3_5{kind}": _QWEN35 for kind in ("", "_text", "_moe", "_moe_text") if not find_spec("torchvision")},
 }
 
+_CORES = Path("/sys/devices/system/cpu/possible")
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks with kernels in vLLM; smaller adapters are padded with zeros."""
 # Keys of the size of recurrent states (gated delta nets, Mamba, short convolutions).
@@ -72,6 +74,7 @@ def prepare_environment(config: InferenceConfig, on_cpu: bool) -> None:
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(math.ceil(config.parallel.wait_timeout_seconds)))
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # forking would break CUDA
     if on_cpu:
+        check_cores()
         # oneDNN caches one compiled kernel per number of tokens in a step, by default 1024: hundreds of megabytes,
         # which fill over hundreds of training steps like a memory leak.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
@@ -86,6 +89,17 @@ def prepare_environment(config: InferenceConfig, on_cpu: bool) -> None:
     if forks_engines(config, on_cpu):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def check_cores(possible: Path = _CORES) -> None:
+    """Raise ConfigError if `lscpu` fails, from which each engine of vLLM's CPU build gets the cores."""
+    if shutil.which("lscpu") is None:
+        raise ConfigError("vLLM's CPU build needs the command lscpu, which is not there; install util-linux")
+    if not possible.exists():
+        raise ConfigError(
+            f"vLLM's CPU build needs the list of cores in {possible}, which is not there; mount /sys in this container "
+            "or root, as with `mount -t sysfs sysfs /sys`"
+        )
 
 
 def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None:
