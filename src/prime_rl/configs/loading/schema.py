@@ -269,7 +269,8 @@ def hint(root: type[BaseConfig], parts: Sequence[str | int]) -> str:
 
     Names of other programs come first, then keys that are the whole path in some block (`env.0.id`), with its last
     part, with the same words (`ckpt_interval`), and with a similar last part. Whole paths only choose among these,
-    because two keys of one block have similar paths. A block that takes any key is proposed if none is like its own.
+    because two keys of one block have similar paths. A key in a block that takes any key (`env.sampling.max_tokns`) is
+    proposed only if no block of that name has a similar key (`sampling.max_tokens`).
     """
     names = [normalise(str(part)).lower() for part in parts]
     other = _OUR_NAMES.get(dotted(names[-2:]), _OUR_NAMES.get(names[-1], ""))
