@@ -49,6 +49,7 @@ def test_command_on_a_terminal_without_unicode_escapes_its_output(tmp_path):
         *((each, "--env.id nosuch", "env.0.id = nosuch is not installed") for each in ("eval", "synthesize")),
         ("orchestrator", "--env.id nosuch", "env.0.id = nosuch is not installed"),
         ("synthesize", "--env.id nosuch --dry-run", "env.0.id = nosuch is not installed"),
+        ("sft", "--data.name nosuch.jsonl --dry-run", "data.name: nosuch.jsonl does not exist"),
         ("synthesize", "--from nosuch", "from = nosuch does not exist"),
         *(
             (each, "--model.name me/nosuch", "model.name = me/nosuch is not in the cache, and ")
