@@ -163,6 +163,7 @@ def test_parquet_and_folders_are_read_and_conversations_stay_messages(init):
         (["demo", "--grader", "number", "--template", "sft"], "--grader is for --template dataset"),
         (["demo", "--data", "plain.csv", "--choices-by", "0"], "--choices-by 0: the rows have no choices"),
         (["demo", "--data", "."], "several formats"),
+        (["demo", "--data", ""], "--data is empty; pass a file"),
         (["demo", "--data", MODEL], "is a folder with a model; pass the data, and set model.name"),
         (["demo", "--data", "../other"], "have different columns; pass one of them"),
         (["demo", "--data", "~no_such_user/x.csv"], "--data ~no_such_user"),

@@ -117,6 +117,8 @@ def _read(options: argparse.Namespace, is_cpu: bool) -> _Examples:
     if options.data is None:
         pairs: list[tuple[Prompt, str]] = [(f"What is {a} + {b}?", str(a + b)) for a in (1, 3) for b in range(2, 7)]
         return _Examples(pairs, _grader(options, pairs)[0], "", [f"{len(pairs)} example rows"])
+    if not options.data:  # an unset variable, not the working directory
+        raise ConfigError("--data is empty; pass a file, a folder or a data set of the hub")
     try:
         path = Path(options.data).expanduser()
     except RuntimeError as error:
