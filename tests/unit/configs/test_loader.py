@@ -411,6 +411,8 @@ def test_hint_of_names_of_other_programs_leads_to_a_key():
     [
         ("[trainer.optim]\nlrr = 1\n", "unknown key trainer.optim.lrr (a.toml); did you mean trainer.optim.lr?"),
         ("[optim\nlr = 1\n", "a.toml is not TOML"),
+        ("max_steps = " + "[" * 5000, "a.toml is not TOML: maximum recursion depth exceeded"),
+        ('output_dir = "a\\u0000b"', "output_dir (a.toml) has a null character"),
         ('"trainer.optim.lr" = 1', "unknown key trainer.optim.lr (a.toml); remove the quotes around keys with dots"),
         ('trainer.optim.lr = "fast"', "trainer.optim.lr = 'fast' (a.toml)"),
         ("trainer.optim = 3", "trainer.optim = 3 (a.toml) is a block"),

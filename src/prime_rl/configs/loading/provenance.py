@@ -316,10 +316,15 @@ def refuse_bools_as_numbers(state: ConfigState) -> None:
                 raise ConfigError(f"{shown}: input should be a number{_meaning(key, state)}")
 
 
-def refuse_huge_numbers(config: BaseConfig, state: ConfigState) -> None:
-    """Raise ConfigError for a whole number of more than 64 bits, which files and random generators cannot hold."""
+def refuse_unusable_values(config: BaseConfig, state: ConfigState) -> None:
+    """Raise ConfigError for a whole number of more than 64 bits, and for a text with a null character.
+
+    Files and random generators cannot hold the first, and no path the second.
+    """
     for path, block in _blocks(config, ()):
         for key, value in block:
+            if isinstance(value, str | os.PathLike) and "\0" in str(value):
+                raise ConfigError(f"{dotted((*path, key))} ({state.origin((*path, key)).label}) has a null character")
             if isinstance(value, int) and abs(value) >= 2**63:
                 raise ConfigError(f"{dotted((*path, key))} = {value} ({state.origin((*path, key)).label}) is too large")
 

@@ -24,8 +24,8 @@ from prime_rl.configs.loading.provenance import (
     explain,
     keys_without_effect,
     refuse_bools_as_numbers,
-    refuse_huge_numbers,
     refuse_secrets,
+    refuse_unusable_values,
 )
 from prime_rl.configs.loading.schema import Kind, Node, add_descriptions, default_of, flag, nodes_of, tag_of
 from prime_rl.configs.loading.sources import CommandLine, read_environment, read_values, take_wandb_variables, warn
@@ -282,7 +282,7 @@ class RootConfig(BaseConfig):
             config = cls.model_validate(complete(cls, state.values))
         except ValidationError as error:
             raise ConfigError(explain(error, state)) from None
-        refuse_huge_numbers(config, state)
+        refuse_unusable_values(config, state)
         folder = config.output_dir
         there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
         if not there.is_dir():

@@ -150,7 +150,7 @@ def read_file(root: type[BaseConfig], file: str, section: Sequence[str] = ()) ->
         raise ConfigError(f"configuration file {file} does not exist{advice}")
     try:
         data = tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))  # editors may write a byte order mark
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is not TOML: {error}"
         raise ConfigError(f"configuration file {file} {' '.join(reason.split())}") from None
     origin = Origin(Rank.FILE, file)
