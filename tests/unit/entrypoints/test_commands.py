@@ -53,13 +53,13 @@ def test_command_on_a_terminal_without_unicode_escapes_its_output(tmp_path):
         ("synthesize", "--from nosuch", "from = nosuch does not exist"),
         *(
             (each, "--model.name me/nosuch", "model.name = me/nosuch is not in the cache, and ")
-            for each in ("trainer", "sft", "inference")
+            for each in ("trainer", "sft", "inference", "tinker-server")
         ),
     ],
 )
 def test_command_with_an_unknown_source_writes_nothing(command, arguments, error, tmp_path):
     arguments = [*arguments.split(), "--output-dir", str(tmp_path / "outputs")]
-    program = [sys.executable, "-m", f"prime_rl.entrypoints.{command}", *arguments]
+    program = [sys.executable, "-m", SCRIPTS[command].removesuffix(":main"), *arguments]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2 and done.stderr.startswith(f"error: {error}")

@@ -38,11 +38,12 @@ def main() -> None:
         return
     config = TinkerConfig.load()
     require_packages("torch", "vllm", "tinker")
-    from prime_rl.storage.model_files import check_model  # what follows is not needed by `--help`
+    from prime_rl.storage.model_files import check_model, check_on_hub  # what follows is not needed by `--help`
     from prime_rl_tinker.api_main import read_key
 
     check_model(config.model.name)
     read_key(config)
+    check_on_hub(config.model.name, config.model.revision)
     paths = config.run_paths
     with hold_run_lock(paths):
         for folder in (paths.heartbeats_dir, paths.logs_dir):
