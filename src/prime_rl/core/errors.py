@@ -53,7 +53,8 @@ def summarize_exception(error: BaseException, *, full: bool = False, location: b
     summary = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if full and error.__cause__ is not None and " ".join(str(error.__cause__).split()) not in message:
         summary = f"{summary} (from {summarize_exception(error.__cause__, full=True)})"[:1000]
-    if location and (frames := traceback.extract_tb(error.__traceback__)):
+    frames = traceback.extract_tb(error.__traceback__)[-1:] if location else ()
+    if frames and not frames[-1].filename.startswith("<frozen"):  # Python's own, of a module that is not there
         summary += f" ({frames[-1].filename}:{frames[-1].lineno})"
     return summary
 

@@ -69,7 +69,7 @@ def load_function(import_path: str, key: str) -> Callable[..., Any]:
     try:
         is_file = module_name.endswith(".py")
         module = import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         summary = summarize_exception(error, location=True)
         raise ConfigError(f"{key} = {import_path!r}: cannot import {module_name}: {summary}") from error
     function = getattr(module, name, None)

@@ -5,6 +5,7 @@ import pytest
 from prime_rl.configs.eval import EvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.import_utils import load_function
 from prime_rl.supervisor.input_check import InputCheck, check_dry_run
 
 MODEL = "configs/reverse_text/model"
@@ -110,6 +111,16 @@ def test_dry_run_imports_the_functions_that_a_configuration_names(config, argume
     with pytest.raises(ConfigError, match=r"functions.py has no function 'missing'") as caught:
         check_dry_run(config(*arguments))
     assert str(caught.value).startswith(key)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("import sys; sys.exit(3)", r"SystemExit: 3 \(.*own.py:1\)$"), ("def f(:", r"SyntaxError: .*\(own.py, line 1\)$")],
+)
+def test_file_of_a_function_that_cannot_be_imported_is_named(tmp_path, text, problem):
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^key = '.*own.py:f': cannot import .*{problem}"):
+        load_function(f"{tmp_path}/own.py:f", "key")
 
 
 def test_dry_run_of_an_evaluation_of_benchmarks_alone_passes():
