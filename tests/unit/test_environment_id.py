@@ -32,6 +32,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / path).mkdir(parents=True)
     for name in (*names, "own_package/x/x"):
         (tmp_path / f"{name}.py").write_text("LOADED = True\n")
+    (tmp_path / "rows.csv").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
@@ -95,6 +96,7 @@ def test_id_of_a_file_is_its_module_and_can_be_imported(env_id, file, folder, mo
         ("my_env.py:load_environment", "for your file, write my_env.py; its function is load_environment()"),
         ("owner/", "e = owner/: there is no such file (looked in "),
         ("path/missing.py", "e = path/missing.py: there is no such file (looked in "),
+        ("./rows.csv", "e = ./rows.csv is not a Python file; write the path of a .py file"),
         ("path/my-env.py", "e = path/my-env.py: 'my-env' cannot be imported; rename the file to letters"),
         ("reverse_text", "reverse_text.py and the installed "),
         ("path/other_env", "e = path/other_env is not installed; for your file, write path/other_env.py"),

@@ -154,6 +154,8 @@ def _find_file(path: Path, what: str) -> FoundEnvironment:
         path = next((file for file in files if file.is_file()), files[0])
     if not path.is_file():
         raise ConfigError(f"{what}: there is no such file (looked in {Path.cwd()})")
+    if path.suffix != ".py":
+        raise ConfigError(f"{what} is not a Python file; write the path of a .py file, or of a directory with one")
     path = path.resolve()
     whole = path.parent if path.name == "__init__.py" else path
     if not whole.stem.isidentifier():
