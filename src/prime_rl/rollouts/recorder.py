@@ -236,7 +236,8 @@ class Recorder:
             fork = None if same is None else ("repeated", same)
             bases = (exchange for exchange in known if messages[: len(exchange.messages)] == exchange.messages)
             for exchange in islice(bases, _MAX_EXTENSION_TRIES):
-                if (prompt := renderer.extend_prompt(exchange, messages, tools or None)) is not None:
+                shown = renderer.shown_tools(exchange, tools)
+                if (prompt := renderer.extend_prompt(exchange, messages, shown)) is not None:
                     messages[: len(exchange.messages)] = exchange.messages  # store equal messages once
                     return prompt, exchange, fork
             fork = fork or _false_fork(renderer, known, messages, tools)

@@ -27,6 +27,8 @@ CONTINUED = [*FIRST, REPLIED, NEXT]
         (CONTINUED, {"cut": True, "reply": "two "}, {"cut": 1}, 2),
         (CONTINUED, {"cut": True}, {}, 1),  # the template writes the same tokens
         (CONTINUED, {"tools": [OTHER_TOOL]}, {"tools": 1}, 2),
+        (CONTINUED, {"tools": None}, {}, 1),
+        (CONTINUED, {"tools": None, "history": "template"}, {"tools": 1}, 2),
         (CONTINUED, {"history": "template", "reply": "<think>\nhm\n</think>\n\ntwo"}, {"rendering": 1}, 2),
         ([SYSTEM, ASKED, REPLIED | {"content": "three"}, NEXT], {}, {}, 2),  # edited
         ([SYSTEM | {"content": "It is Tuesday."}, ASKED, REPLIED | {"content": "three"}, NEXT], {}, {}, 2),
@@ -53,6 +55,25 @@ async def test_cause_of_a_new_sample_is_counted(second, more, forks, num_samples
     expected = {f"false_forks/{cause}": count for cause, count in forks.items()}
     assert rollout.sample_counts == {**expected, "tokens_trained_twice": 0}
     assert len(rollout.samples) == num_samples
+
+
+async def test_requests_without_tools_continue_a_conversation_with_them_and_get_calls_as_text():
+    call, prompts = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', []
+
+    class Engine:
+        async def generate(self, prompt_ids, sampling):
+            prompts.append(prompt_ids)
+            return generation(answer("tools", call))
+
+    recorder = Recorder(Engine(), make_renderer("tools"), 10_000)
+    messages = FIRST
+    for tools in ([ADD], None, None, [ADD]):
+        reply = await recorder.ask(messages, tools, {})
+        messages = [*messages, reply.message(), NEXT]
+    assert [len(reply.parsed.calls) for reply in recorder.replies] == [1, 0, 0, 1]
+    assert [reply.parsed.content for reply in recorder.replies] == ["", call, call, ""]
+    (sample,) = recorder.rollout(dict.fromkeys(recorder.replies, True), messages, 1.0, {}, False).samples
+    assert sample.tokens[: len(prompts[-1])].tolist() == prompts[-1]
 
 
 async def test_tokens_that_two_samples_train_are_counted(monkeypatch):

@@ -49,10 +49,12 @@ class Prompt:
     Attributes:
         text: the template's rendering of the messages.
         ids: int32, the tokens of `text`, with earlier completions as they were sampled.
+        tools: the definitions in it.
     """
 
     text: str
     ids: NDArray[np.int32]
+    tools: list[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,9 +132,16 @@ class Renderer:
             if known == messages and with_tools == tools:
                 return prompt
         text = self._text(messages, tools)
-        prompt = Prompt(text, np.array(self._encode(text), np.int32))
+        prompt = Prompt(text, np.array(self._encode(text), np.int32), tools)
         self._cache.append((messages, tools, prompt))
         return prompt
+
+    def shown_tools(self, last: Exchange, tools: list[Any]) -> list[Any] | None:
+        """Return the tools of a prompt on top of `last`: without `tools`, as in requests for a summary, the earlier ones.
+
+        Not with the history "template".
+        """
+        return tools or (last.prompt.tools if self._config.history == "sampled" else None)
 
     def extend_prompt(self, last: Exchange, messages: list[Message], tools: list[Any] | None = None) -> Prompt | None:
         """Render the next turn on top of the exact token ids of an earlier one.
@@ -153,14 +162,15 @@ class Renderer:
         text, after = self._text(messages, tools), None
         if text.startswith(last.prompt.text):
             after = self._after_completion(text, last, sampled, messages, tools)
-        if after is None and self._config.history == "sampled" and (tools or None) == (last.tools or None):
+        if after is None and self._config.history == "sampled" and (tools or None) == (last.prompt.tools or None):
             after = self._after_reply(text, last, messages, tools)
         if after is None:
             return None
         tail = self._encode(after)
         if tail[0] != sampled[-1]:
             return None
-        return Prompt(text, np.concatenate([last.prompt.ids, last.generation.token_ids, np.array(tail[1:], np.int32)]))
+        ids = np.concatenate([last.prompt.ids, last.generation.token_ids, np.array(tail[1:], np.int32)])
+        return Prompt(text, ids, tools)
 
     def _after_completion(
         self, text: str, last: Exchange, sampled: list[int], messages: list[Message], tools: list[Any] | None
@@ -188,7 +198,7 @@ class Renderer:
         Agents add arguments with their defaults.
         """
         message, opened = messages[len(last.messages)], _opens_reasoning(last.prompt.text)
-        parsed = self.parse(last.prompt, last.generation, tools)
+        parsed = self.parse(last.prompt, last.generation, last.tools)
         content, reasoning = message["content"], message.get("reasoning_content")
         if "</think>" in content and not reasoning:
             reasoning, content = split_reasoning(content, opened)
