@@ -11,7 +11,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 unset PYTHONDONTWRITEBYTECODE
 
-parts=(units trainer orchestrator inference families rl runs api tinker relay sandbox page nodes slurm bare chaos python-3.12 release)
+parts=(units trainer orchestrator inference families rl runs agents api tinker relay sandbox page nodes slurm bare chaos python-3.12 release)
 
 need() {  # COMMAND PACKAGE...: install the packages if the command is missing
     [ -x "$(command -v "$1")" ] || [ -x "/usr/sbin/$1" ] && return
@@ -33,6 +33,7 @@ run_part() {
         families) extended tests/integration/families ;;
         rl) extended tests/integration/rl/shared_server tests/integration/rl/test_[a-l]*.py ;;
         runs) extended tests/integration/rl/test_[m-z]*.py ;;
+        agents) extended tests/integration/agents ;;  # installs from PyPI and npm
         api) extended tests/integration/{api,delivery} ;;
         tinker | relay | sandbox) extended "packages/$1/tests" ;;
         page)

