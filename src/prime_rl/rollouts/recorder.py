@@ -271,7 +271,7 @@ def _false_fork(
         elif all(
             one["role"] == other["role"]
             and one.get("tool_calls") == other.get("tool_calls")
-            and _words(one["content"]) == _words(other["content"])
+            and _words(one["content"], one["role"]) == _words(other["content"], one["role"])
             for one, other in pairs
         ):
             cause = "form"
@@ -293,9 +293,9 @@ def _has_reply(renderer: Renderer, exchange: Exchange, messages: Sequence[Messag
     )
 
 
-def _words(content: str) -> list[str]:
-    """Return the words of a content without its reasoning."""
-    return content.rpartition("</think>")[2].split()
+def _words(content: str, role: str = "assistant") -> list[str]:
+    """Return the words of a content, that of the assistant without its reasoning: others may quote some."""
+    return (content.rpartition("</think>")[2] if role == "assistant" else content).split()
 
 
 def _before_stop(text: str, stops: Sequence[str], searched: int) -> tuple[str, str | None]:

@@ -24,6 +24,7 @@ CONTINUED = [*FIRST, REPLIED, NEXT]
         (FIRST, {}, {"repeated": 1}, 2),
         ([SYSTEM | {"content": "It is Tuesday."}, ASKED, REPLIED, NEXT], {}, {"system": 1}, 2),
         ([SYSTEM, ASKED | {"content": " How  many? "}, REPLIED, NEXT], {}, {"form": 1}, 2),
+        ([SYSTEM, ASKED | {"content": "Reminder </think> How many?"}, REPLIED, NEXT], {}, {}, 2),  # edited
         (CONTINUED, {"cut": True, "reply": "two "}, {"cut": 1}, 2),
         (CONTINUED, {"cut": True}, {}, 1),  # the template writes the same tokens
         (CONTINUED, {"tools": [OTHER_TOOL]}, {"tools": 1}, 2),
