@@ -238,6 +238,8 @@ class Recorder:
             for exchange in islice(bases, _MAX_EXTENSION_TRIES):
                 shown = renderer.shown_tools(exchange, tools)
                 if (prompt := renderer.extend_prompt(exchange, messages, shown)) is not None:
+                    later = [one for one in known if len(one.messages) > len(exchange.messages)]  # not extended
+                    fork = fork or _false_fork(renderer, later, messages, tools)
                     messages[: len(exchange.messages)] = exchange.messages  # store equal messages once
                     return prompt, exchange, fork
             fork = fork or _false_fork(renderer, known, messages, tools)

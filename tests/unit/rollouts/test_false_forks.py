@@ -77,6 +77,21 @@ async def test_requests_without_tools_continue_a_conversation_with_them_and_get_
     assert sample.tokens[: len(prompts[-1])].tolist() == prompts[-1]
 
 
+async def test_cause_is_counted_although_the_prompt_extends_an_earlier_turn():
+    class Engine:
+        async def generate(self, prompt_ids, sampling):
+            is_second = len(recorder.replies) == 1
+            made = generation(answer("tools", "two ")[:-1] if is_second else answer("tools", "two"))
+            return Generation(made.token_ids, made.logprobs, made.versions, is_second)
+
+    recorder = Recorder(Engine(), make_renderer("tools"), 10_000)
+    for messages in (FIRST, CONTINUED, [*CONTINUED, REPLIED, NEXT]):
+        await recorder.ask(messages, None, {})
+    rollout = recorder.rollout(dict.fromkeys(recorder.replies, True), normalise(messages), 1.0, {}, False)
+    assert rollout.sample_counts == {"false_forks/cut": 1, "tokens_trained_twice": 0}
+    assert len(rollout.samples) == 2
+
+
 async def test_tokens_that_two_samples_train_are_counted(monkeypatch):
     class Engine:
         async def generate(self, prompt_ids, sampling):
