@@ -221,12 +221,14 @@ def load_input(config: OrchestratorConfig) -> int:
         ConfigError: as `orchestrate`, for an environment, its data, the tokenizer, or a function of the user.
     """
     # Not into the process that runs the loop.
+    from prime_rl.rollouts.agent_function import check_gateway
     from prime_rl.rollouts.workers.worker_main import LoadedEnvironment, load_backend
 
     advantage_function(config.advantage)
     access = model_access(config)
 
     def load(env: EnvConfig, split: Split, seq_len: int | None = None) -> LoadedEnvironment:
+        check_gateway(env)
         return load_backend(LoadEnvironment(env, split, access, seq_len), lambda warning: None)
 
     for task in eval_tasks(config):

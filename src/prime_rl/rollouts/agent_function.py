@@ -7,7 +7,7 @@ at `base_url` like any program.
 import asyncio
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -26,15 +26,24 @@ _SILENCE_SECONDS = 60.0
 """A gateway writes every 10 s."""
 
 
-def load_agent(config: EnvConfig) -> CallAgent | None:
-    """Return what calls the agent of an environment; None if it has none, or a program.
+def check_gateway(config: EnvConfig) -> None:
+    """Raise ConfigError if the environment has a gateway that does not answer; later, its rollouts wait for it."""
+    if config.gateway is not None and not answers(f"{config.gateway.rstrip('/')}/health"):
+        raise ConfigError(f"env.gateway of environment {config.id!r}: {_no_answer(config.gateway)}")
+
+
+def _no_answer(gateway: str) -> str:
+    return f"{gateway} does not answer; start it with `gateway`"
+
+
+def load_agent(config: EnvConfig, warn: Callable[[str, str], None]) -> CallAgent | None:
+    """Return what calls the agent of an environment; None if it has none, or a program. `warn`: `EnvironmentBackend`.
 
     Raises:
-        ConfigError: the function cannot be imported, is no coroutine function, or takes what no agent gets; or the
-            gateway does not answer.
+        ConfigError: the function cannot be imported, is no coroutine function, or takes what no agent gets.
     """
     if config.gateway is not None:
-        return _gateway_agent(config)
+        return _gateway_agent(config, config.gateway, warn)
     if config.agent is None:
         return None
     key = f"env.agent of environment {config.id!r}"
@@ -85,12 +94,10 @@ def _numbers(returned: Any) -> dict[str, float]:
     return {str(name): as_number(f"what the agent returned as {name!r}", value) for name, value in given.items()}
 
 
-def _gateway_agent(config: EnvConfig) -> CallAgent:
-    """Return what offers a rollout to a gateway, and awaits the report of an agent. ConfigError if none answers."""
-    url, key = str(config.gateway).rstrip("/"), read_api_key(GATEWAY_KEY_VAR)
+def _gateway_agent(config: EnvConfig, gateway: str, warn: Callable[[str, str], None]) -> CallAgent:
+    """Return what offers a rollout to a gateway, and awaits the report of an agent."""
+    url, key = gateway.rstrip("/"), read_api_key(GATEWAY_KEY_VAR)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    if not answers(f"{url}/health"):
-        raise ConfigError(f"env.gateway of environment {config.id!r}: {url} does not answer; start it with `gateway`")
 
     async def call(values: Mapping[str, Any]) -> dict[str, float]:
         if values["mcp_urls"]:
@@ -109,6 +116,7 @@ def _gateway_agent(config: EnvConfig) -> CallAgent:
                         answer = await response.json()
                     break
                 except aiohttp.ClientConnectorError:  # it starts again; the rollout has a time limit
+                    warn("gateway", f"{_no_answer(gateway)}; rollouts wait for it")
                     await asyncio.sleep(_RETRY_SECONDS)
                 except (aiohttp.ClientError, ValueError) as error:
                     raise ConnectionError(f"the gateway has ended: {error!r}") from error

@@ -18,12 +18,14 @@ from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.ports import listen
 from prime_rl.entrypoints.gateway import Gateway, main
-from prime_rl.rollouts import group_attempts
+from prime_rl.rollouts import agent_function, group_attempts
+from prime_rl.rollouts.agent_function import check_gateway
 from prime_rl.rollouts.group_attempts import EnvironmentFailed
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate import interception
 from prime_rl.rollouts.verifiers.episodes import EpisodeCalls
 from prime_rl.rollouts.workers import worker_main
+from tests.support.server import free_port
 from tests.unit.rollouts.conftest import QUESTIONS, TOKENIZER, encode, served
 
 KEY = "a-key"
@@ -81,12 +83,12 @@ class Elsewhere:
 
 
 @asynccontextmanager
-async def running(url, tmp_path, key=None, **keys):
+async def running(url, tmp_path, key=None, warn=None, **keys):
     """Yield an agent, and what starts a group of rollouts of the first row."""
     (tmp_path / "rows.csv").write_text(QUESTIONS)
     args = {"data_path": str(tmp_path / "rows.csv"), "grader": "none"}
     config = EnvConfig(**{"id": "dataset", "args": args, "gateway": url, "num_retries": 0} | keys)
-    environment = await asyncio.to_thread(worker_main.load, config, Renderer(TOKENIZER), "train")
+    environment = await asyncio.to_thread(worker_main.load, config, Renderer(TOKENIZER), "train", warn=warn)
     connector = aiohttp.TCPConnector(force_close=True)
     async with (
         served(environment, lambda body: (encode("It is 5."), "stop")) as (_, engine),
@@ -331,9 +333,20 @@ async def test_a_report_that_is_no_reward_leaves_the_rollout_open(url, tmp_path)
         assert (await group)[0].reward == 0.5
 
 
-def test_a_gateway_that_does_not_answer_is_named_before_the_run(tmp_path):
+def test_a_gateway_that_does_not_answer_is_named_before_the_run():
     with pytest.raises(ConfigError, match="does not answer; start it with `gateway`"):
-        worker_main.load(EnvConfig(id="dataset", gateway="http://127.0.0.1:1"), Renderer(TOKENIZER), "train")
+        check_gateway(EnvConfig(id="dataset", gateway="http://127.0.0.1:1/"))
+
+
+async def test_a_worker_that_starts_while_the_gateway_does_not_answer_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(agent_function, "_RETRY_SECONDS", 0.01)
+    port, warnings = free_port(), asyncio.Queue()
+    url = f"http://127.0.0.1:{port}"
+    async with running(url, tmp_path, warn=warnings.put_nowait) as (agent, start):
+        group = start()
+        assert await warnings.get() == f"{url} does not answer; start it with `gateway`; rollouts wait for it"
+        async with gateway(port):
+            assert await agent.finish(group) == 1.0
 
 
 def test_an_open_address_needs_a_key(monkeypatch, capsys):

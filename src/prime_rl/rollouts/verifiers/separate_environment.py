@@ -65,7 +65,7 @@ class SeparateEnvironment(EnvironmentBackend):
         self._rows: dict[int, dict[str, Any]] = {}
         self._num_rollouts = 0
         assert config.interpreter is not None, "set where the environment is identified"
-        sandbox, agent = box_sandbox(config), load_agent(config)
+        sandbox, agent = box_sandbox(config), load_agent(config, self.warn)
         self._runner = Runner(config.interpreter, self._endpoint, self._count_tokens, sandbox, agent)
         found = find_own_file(config)
         try:

@@ -53,7 +53,7 @@ class TasksetEnvironment(EnvironmentBackend):
                 functools.partial(AgentBox, sandbox),
                 count_tokens,
                 config.program,
-                load_agent(config),
+                load_agent(config, self.warn),
                 config.reward_errors == "zero",
                 config.how_to_install,
             )

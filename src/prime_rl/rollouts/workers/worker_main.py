@@ -155,7 +155,7 @@ def check_import(config: EnvConfig) -> None:
     """
     load_rewards(config.rewards, config.id)
     if config.agent is not None:
-        load_agent(config)
+        load_agent(config, lambda *_: None)
     if config.install or needs_interpreter(with_added_packages(config)):
         return
     module, is_taskset = _import(config)
