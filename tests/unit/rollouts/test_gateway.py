@@ -20,6 +20,7 @@ from prime_rl.core.ports import listen
 from prime_rl.entrypoints.gateway import Gateway, main
 from prime_rl.rollouts import agent_function, group_attempts
 from prime_rl.rollouts.agent_function import check_gateway
+from prime_rl.rollouts.clients.inference_client import InferenceError
 from prime_rl.rollouts.group_attempts import EnvironmentFailed
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate import interception
@@ -83,7 +84,7 @@ class Elsewhere:
 
 
 @asynccontextmanager
-async def running(url, tmp_path, key=None, warn=None, **keys):
+async def running(url, tmp_path, key=None, warn=None, reply=lambda body: (encode("It is 5."), "stop"), **keys):
     """Yield an agent, and what starts a group of rollouts of the first row."""
     (tmp_path / "rows.csv").write_text(QUESTIONS)
     args = {"data_path": str(tmp_path / "rows.csv"), "grader": "none"}
@@ -91,7 +92,7 @@ async def running(url, tmp_path, key=None, warn=None, **keys):
     environment = await asyncio.to_thread(worker_main.load, config, Renderer(TOKENIZER), "train", warn=warn)
     connector = aiohttp.TCPConnector(force_close=True)
     async with (
-        served(environment, lambda body: (encode("It is 5."), "stop")) as (_, engine),
+        served(environment, reply) as (_, engine),
         aiohttp.ClientSession(connector=connector) as session,
     ):
 
@@ -347,6 +348,20 @@ async def test_a_worker_that_starts_while_the_gateway_does_not_answer_waits_for_
         assert await warnings.get() == f"{url} does not answer; start it with `gateway`; rollouts wait for it"
         async with gateway(port):
             assert await agent.finish(group) == 1.0
+
+
+async def test_a_server_that_fails_ends_a_rollout_whose_agent_never_reports(url, tmp_path):
+    def die(body):
+        raise web.HTTPInternalServerError
+
+    async with running(url, tmp_path, reply=die) as (agent, start):
+        group = start()
+        rollout = await agent.take()
+        asked = asyncio.create_task(agent.ask(rollout))
+        with pytest.raises(InferenceError):
+            await group
+        await asyncio.wait([asked])
+        assert (await agent.report(rollout, reward=1))[0] == 410
 
 
 def test_an_open_address_needs_a_key(monkeypatch, capsys):

@@ -1,10 +1,12 @@
 """Groups of v1 episodes: their model calls, and their agents as rollouts.
 
 The turns that the recorder saw are trained on, with its token ids, log-probabilities and versions, not the content of
-the traces. A failed trace fails its group. The rollouts of several trainable agents of one episode are joined, and each
+the traces. A failed trace fails its group, and a lost server ends it at once: a remote agent may never report, and the
+group runs again on another server. The rollouts of several trainable agents of one episode are joined, and each
 agent is credited with its own reward.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +48,7 @@ class EpisodeCalls:
         """Serve one episode with the run's `sampling` parameters; `warn` gets a topic and a warning."""
         self.recorders: dict[int, Recorder] = {}
         self._make_recorder, self._sampling, self._warn = make_recorder, sampling, warn
+        self._limit: asyncio.Timeout | None = None
 
     async def ask(self, agent: int, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer the body of a chat completion of an agent. Raises ValueError if it cannot."""
@@ -57,7 +60,10 @@ class EpisodeCalls:
         except PromptTooLong as error:
             raise ValueError(f"This model's {CONTEXT_OVERFLOW} is exceeded: {error}") from error
         except (InferenceError, InferenceServerLost) as error:
-            raise ValueError(str(error)) from error  # the recorder keeps what explains the end of the rollout
+            if self._limit is not None:  # the recorder keeps the error
+                self._limit.reschedule(0.0)
+                self._limit = None
+            raise ValueError(str(error)) from error
         return reply.chat_completion(f"{agent}-{recorder.replies.index(reply)}", str(body.get("model", "")))
 
     def reply(self, name: str) -> Reply:
@@ -65,13 +71,31 @@ class EpisodeCalls:
         agent, index = map(int, name.split("-"))
         return self.recorders[agent].replies[index]
 
-    def check(self, result: Mapping[str, Any]) -> None:
-        """Raise the same as `EnvironmentBackend.run_group` for an episode that is not trained on."""
-        for warning in result["warnings"]:
-            self._warn(*warning)
+    async def finish(self, run: "Callable[[EpisodeCalls], Awaitable[Mapping[str, Any]]]") -> Mapping[str, Any]:
+        """Return the result of the episode, which is cancelled when the server fails.
+
+        Raises the same as `EnvironmentBackend.run_group` for an episode that is not trained on.
+        """
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._limit = limit
+                result = await run(self)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            result = {}
+        finally:
+            self._limit = None
         for recorder in self.recorders.values():
             if recorder.server_error is not None:
                 raise recorder.server_error
+        self._check(result)
+        return result
+
+    def _check(self, result: Mapping[str, Any]) -> None:
+        for warning in result["warnings"]:
+            self._warn(*warning)
         too_long = any(recorder.prompt_too_long for recorder in self.recorders.values())
         if result["failure"] is not None and not too_long:
             raise EnvironmentFailed(result["failure"], result["infrastructure"])
@@ -128,8 +152,7 @@ async def run_episodes(
         calls, agents = make_calls(this), []
         async with this.clock:
             with contain_failures():
-                result = await run(calls)
-                calls.check(result)
+                result = await calls.finish(run)
                 for agent in result["agents"]:
                     rollout = calls.rollout(agent)
                     rollout = rollout if finish is None else await finish(rollout, agent)
