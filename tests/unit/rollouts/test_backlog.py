@@ -1,11 +1,13 @@
-"""Hundreds of agents start together: their connections wait until a busy event loop accepts them."""
+"""What lets hundreds of agents run at once: connections wait for a busy event loop, and messages cost little."""
 
 import socket
 from types import SimpleNamespace
 
 from aiohttp import web
+from pydantic._internal import _typing_extra
+from verifiers.v1.trace import MessageNode
 
-from prime_rl.rollouts.separate.interception import lengthen_backlog
+from prime_rl.rollouts.separate.interception import lengthen_backlog, speed_up_defaults
 
 
 async def test_connections_wait_for_a_busy_event_loop():
@@ -21,3 +23,11 @@ async def test_connections_wait_for_a_busy_event_loop():
             connection.close()
     finally:
         await runner.cleanup()
+
+
+def test_message_of_a_trace_is_made_without_parsing_the_signature_of_list(monkeypatch):
+    seen, read = [], _typing_extra.signature_no_eval
+    monkeypatch.setattr(_typing_extra, "signature_no_eval", lambda factory: seen.append(factory) or read(factory))
+    speed_up_defaults()
+    assert MessageNode.model_construct(parent=None, sampled=True).logprobs == []
+    assert seen and list not in seen

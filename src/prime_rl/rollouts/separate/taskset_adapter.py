@@ -28,7 +28,15 @@ from verifiers.v1.utils.loaders import (
 from verifiers.v1.utils.retries import run_episode_with_retry
 
 from .agent_runtime import Box, RemoteBox, SandboxRuntimeConfig, add_sandbox
-from .interception import Ask, CountTokens, InterceptionClient, OpenTrace, adapt_server, lengthen_backlog
+from .interception import (
+    Ask,
+    CountTokens,
+    InterceptionClient,
+    OpenTrace,
+    adapt_server,
+    lengthen_backlog,
+    speed_up_defaults,
+)
 from .v1_harnesses import (
     COMMAND_HARNESS_ID,
     CONNECTIONS,
@@ -117,6 +125,7 @@ class TasksetAdapter:
         self._taskset, self._permission, self._command, self._call_agent = taskset, permission, command, call_agent
         self._counts_zero, self._install = counts_zero, install
         add_sandbox(open_box)
+        speed_up_defaults()
         settings = dict(args)
         if not isinstance(given := settings.pop("env", {}), dict):
             raise Refused(f"env.args.env = {given!r} of environment {taskset!r} is not a table of keys")
