@@ -9,8 +9,9 @@ of the same work. The pairs run three times; the table shows the median CPU mill
 per pair on two cores. `--json FILE` writes {worker_cpu_ms, other_worker_cpu_ms, ratio}; the latter two only with
 `--against`.
 
-`--agent` measures the CPU milliseconds of a turn of an agent instead, its own included, and the memory of an open
-session: 1,000 agents at once, each with five model calls over HTTP.
+`--agent` measures the CPU milliseconds of a turn of an agent instead, those of the worker and those of the agents in a
+process of their own, and the worker's memory of an open session: 1,000 agents at once, each with five model calls over
+HTTP.
 """
 
 import argparse
@@ -77,19 +78,23 @@ async def run_groups(url: str, name: str, groups: int, own_interpreter: bool) ->
         return 1000 * (sum(map(cpu_seconds, children)) - before) / (groups * GROUP)
 
 
-async def run_agents(url: str, rounds: int) -> tuple[float, float]:
-    """Return the CPU milliseconds per turn of the worker with its agents, and the KiB per open session."""
+async def run_agents(url: str, rounds: int) -> tuple[float, float, float]:
+    """Return the CPU milliseconds per turn of the worker and of the agents, and the KiB per open session."""
     from prime_rl.configs.environment import EnvConfig
     from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
     from prime_rl.rollouts.workers.protocol import ModelAccess
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 
     with tempfile.TemporaryDirectory() as name:
-        rows, memory = Path(name) / "rows.csv", Path(name) / "memory"
+        rows, memory, agents = Path(name) / "rows.csv", Path(name) / "memory", Path(name) / "agents"
         rows.write_text("question,answer\n" + "".join(f"What is {number}?,\n" for number in range(2000)))
         agent = f"{HERE}/overhead/agent.py:solve"
         environment = EnvConfig(id="dataset", args={"data_path": str(rows), "grader": "none"}, agent=agent)
-        os.environ |= {"AGENT_SESSIONS": str(SESSIONS), "AGENT_TURNS": str(TURNS), "AGENT_MEMORY": str(memory)}
+        os.environ |= {"AGENT_SESSIONS": str(SESSIONS), "AGENT_TURNS": str(TURNS)}
+        os.environ |= {"AGENT_MEMORY": str(memory), "AGENT_SOCKET": str(agents)}
+        elsewhere = await asyncio.create_subprocess_exec(sys.executable, str(HERE / "overhead/agent.py"), str(agents))
+        while not agents.exists():
+            await asyncio.sleep(0.1)
         async with (
             WorkerLauncher() as launcher,
             EnvironmentPool(environment, launcher, ModelAccess("m", str(MODEL))) as pool,
@@ -101,14 +106,19 @@ async def run_agents(url: str, rounds: int) -> tuple[float, float]:
                 runs = [pool.run_group(group % 1000, GROUP, url, sampling, 4096, [0, group]) for group in groups]
                 assert all(rollout.reward == 1.0 for rollouts in await asyncio.gather(*runs) for rollout in rollouts)
 
-            children = psutil.Process().children(recursive=True)
+            agent = psutil.Process(elsewhere.pid)
+            children = [child for child in psutil.Process().children(recursive=True) if child != agent]
             idle = max(child.memory_full_info().uss for child in children)  # the worker's
             await run_round(0)
-            before = sum(map(cpu_seconds, children))
+            before, agents_before = sum(map(cpu_seconds, children)), cpu_seconds(agent)
             for number in range(rounds):
                 await run_round(1000 * (number + 1))
-            seconds = sum(map(cpu_seconds, children)) - before
-            return 1000 * seconds / (rounds * SESSIONS * TURNS), (int(memory.read_text()) - idle) / SESSIONS / 1024
+            turns = rounds * SESSIONS * TURNS
+            worker_ms = 1000 * (sum(map(cpu_seconds, children)) - before) / turns
+            agent_ms = 1000 * (cpu_seconds(agent) - agents_before) / turns
+        elsewhere.kill()
+        await elsewhere.wait()
+        return worker_ms, agent_ms, (int(memory.read_text()) - idle) / SESSIONS / 1024
 
 
 def measure(sides: Mapping[str, Path], groups: int, *options: str) -> dict[str, float]:
@@ -152,8 +162,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.agent:
         with engine() as url:
-            milliseconds, kibibytes = uvloop.run(run_agents(url, args.pairs))
-        print(f"{milliseconds:.2f} CPU ms per turn, {kibibytes:.0f} KiB per open session")
+            worker_ms, agent_ms, kibibytes = uvloop.run(run_agents(url, args.pairs))
+        print(f"CPU ms per turn: {worker_ms:.2f} worker, {agent_ms:.2f} agent; {kibibytes:.0f} KiB per open session")
         return
     if args.url is not None:
         print(uvloop.run(run_groups(args.url, args.env, args.groups, args.own_interpreter)))
