@@ -19,7 +19,7 @@ from prime_rl.core.http_requests import answers
 from prime_rl.core.import_utils import load_function
 from prime_rl.rollouts.environment_backend import CallParameters, call_parameters
 from prime_rl.rollouts.group_attempts import EnvironmentFailed, as_number
-from prime_rl.rollouts.separate.values import AGENT_VALUES, OWN_METRICS, CallAgent
+from prime_rl.rollouts.separate.values import AGENT_VALUES, GATEWAY_ENDED, OWN_METRICS, CallAgent
 
 _RETRY_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
@@ -119,7 +119,7 @@ def _gateway_agent(config: EnvConfig, gateway: str, warn: Callable[[str, str], N
                     warn("gateway", f"{_no_answer(gateway)}; rollouts wait for it")
                     await asyncio.sleep(_RETRY_SECONDS)
                 except (aiohttp.ClientError, ValueError) as error:
-                    raise ConnectionError(f"the gateway has ended: {error!r}") from error
+                    raise ConnectionError(f"{GATEWAY_ENDED}: {error!r}") from error
         if "numbers" not in answer:
             raise EnvironmentFailed(answer.get("failure") or f"the gateway: {answer['error']['message']}")
         return _numbers(answer["numbers"])

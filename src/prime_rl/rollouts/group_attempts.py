@@ -22,7 +22,7 @@ from prime_rl.rollouts.clients.inference_client import InferenceError, Inference
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
 from prime_rl.rollouts.rendering.messages import Generation, Sampler
 from prime_rl.rollouts.separate.crash_record import WorkerUnusable
-from prime_rl.rollouts.separate.values import NotANumber, finite_number, is_infrastructure
+from prime_rl.rollouts.separate.values import GATEWAY_ENDED, NotANumber, finite_number, is_infrastructure
 from prime_rl_sandbox.execution import SandboxConfigError
 
 T = TypeVar("T")
@@ -169,6 +169,8 @@ def check_scores(rollout: Rollout) -> None:
 
 RETRY_PAUSE_SECONDS = 0.5
 """Pause before the first retry of a rollout; each further pause is four times as long."""
+_MAX_GATEWAY_LOSSES = 10
+"""How often a rollout that was lost with its gateway runs again besides `env.num_retries`: nothing in it has failed."""
 
 
 class GroupAccount:
@@ -398,22 +400,27 @@ class GroupAttempts:
         failures: list[EnvironmentFailed] = []
 
         async def run_one(index: int) -> list[T]:
-            retries = self._retries()
+            retries, losses = self._retries(), 0
             while True:
-                this = Attempt(self, index, self._config.num_retries - retries.left)
+                this = Attempt(self, index, self._config.num_retries - retries.left + losses)
                 try:
                     result = await attempt(this)
                     self.account.add_seconds("environment", this.clock.running_seconds)
                     self.account.add_seconds("engine", this.clock.paused_seconds)
                     return [result]
                 except EnvironmentFailed as failure:
-                    retry = failure.is_infrastructure and retries.left > 0
+                    is_lost = GATEWAY_ENDED in str(failure) and losses < _MAX_GATEWAY_LOSSES
+                    retry = failure.is_infrastructure and (is_lost or retries.left > 0)
                     self.account.discard("retried" if retry else "failed", 1, this.sampled)
                     if not retry:
                         failures.append(failure)
                         self.check(failures, self._count)
                         return []
-                await retries.pause()
+                if is_lost:
+                    losses += 1
+                    await asyncio.sleep(RETRY_PAUSE_SECONDS)
+                else:
+                    await retries.pause()
 
         try:
             async with asyncio.TaskGroup() as tasks:

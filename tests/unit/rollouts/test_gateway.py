@@ -282,15 +282,19 @@ async def test_waits_and_bodies_that_are_malformed_are_refused_and_compressed_on
         assert (await group)[0].reward == 1.0
 
 
-async def test_a_gateway_that_starts_again_gets_new_rollouts(tmp_path, monkeypatch):
+async def test_a_gateway_that_starts_again_gets_new_rollouts_which_is_no_retry(tmp_path, monkeypatch):
     monkeypatch.setattr(group_attempts, "RETRY_PAUSE_SECONDS", 0.1)
-    async with AsyncExitStack() as stack:
-        async with gateway() as url:
-            agent, start = await stack.enter_async_context(running(url, tmp_path, num_retries=5))
-            group = start()
+    port = free_port()
+    async with gateway(port) as url, AsyncExitStack() as stack:
+        agent, start = await stack.enter_async_context(running(url, tmp_path, num_retries=0))
+        group = start()
+        await agent.ask(await agent.take())
+        stack = stack.pop_all()
+    async with stack:
+        async with gateway(port):
             await agent.take()
-        await stack.enter_async_context(gateway(int(url.rpartition(":")[2])))
-        assert await agent.finish(group) == 1.0
+        async with gateway(port):
+            assert await agent.finish(group) == 1.0
 
 
 async def test_keys_are_needed_and_others_are_refused(tmp_path, monkeypatch):

@@ -20,6 +20,9 @@ from uuid import UUID
 CONTEXT_OVERFLOW = "maximum context length"
 """Phrase in the error by which chat harnesses recognise a full context."""
 
+GATEWAY_ENDED = "the gateway has ended"
+"""Phrase in the error of a rollout that was lost with its gateway, which may start again."""
+
 MAX_DEPTH = 64
 
 INFRASTRUCTURE = {
