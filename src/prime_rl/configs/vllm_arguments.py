@@ -150,6 +150,9 @@ DRAFTS: Mapping[str, str] = {
     "draft_model": "model revision max_model_len draft_tensor_parallel_size",
 }
 
+_MOST_DRAFT_TOKENS = 128
+"""A longer draft ends vLLM's engine (`MAX_SPEC_LEN` of its rejection sampler)."""
+
 # Arguments that are tested with weight updates, or that change only speed and memory.
 _FRONTEND = """
 aggregate_engine_logging allow_credentials allowed_headers allowed_local_media_path allowed_media_domains
@@ -236,5 +239,8 @@ def _refuse_drafts(value: Any) -> str | None:
     keys = ["method", "num_speculative_tokens", *DRAFTS[method].split()]
     if others := sorted(value.keys() - {*keys}):
         return f"{others[0]} is not supported with method = {method!r}; supported: {', '.join(keys)}"
+    number = value.get("num_speculative_tokens", value.get("suffix_decoding_max_tree_depth", 1))  # vLLM's default
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= _MOST_DRAFT_TOKENS:
+        return f"num_speculative_tokens = {number!r} must be a whole number from 1 to {_MOST_DRAFT_TOKENS}"
     needed = {"ngram": ["num_speculative_tokens"], "draft_model": ["num_speculative_tokens", "model"]}.get(method, [])
     return next((f"{key} is missing" for key in needed if key not in value), None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.core.errors import ConfigError
@@ -196,6 +196,15 @@ def test_explain_refusal_is_one_line(said, expected):
     with pytest.raises(ValidationError) as refused:
         Arguments()
     assert re.match(expected, str(explain_refusal(refused.value)))
+
+
+def test_explain_refusal_names_the_key():
+    class Arguments(BaseModel):
+        prompt_lookup_max: int = Field(ge=1)
+
+    with pytest.raises(ValidationError) as refused:
+        Arguments(prompt_lookup_max=0)
+    assert str(explain_refusal(refused.value)).startswith("vllm: prompt_lookup_max: Input should be greater")
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,17 @@ def test_every_argument_of_vllm_is_in_exactly_one_list():
             {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
             "speculative_config: model is missing",
         ),
+        *(
+            (
+                {"speculative_config": {"method": "ngram", "num_speculative_tokens": number}},
+                "speculative_config: num_speculative_tokens = .* must be a whole number from 1 to 128",
+            )
+            for number in (0, 129, True, "4", None)
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_max_tree_depth": 129}},
+            "speculative_config: num_speculative_tokens = 129 must be",
+        ),
         ({"api_server_count": 2}, "api_server_count: not supported: one process must know which policy is loaded"),
         ({"load_format": "dummy"}, r"load_format: dummy is not supported .*; supported: auto, safetensors"),
         ({"scheduling_policy": "priority"}, "scheduling_policy: priority is not supported"),

@@ -311,7 +311,8 @@ def _parse(values: Mapping[str, Any]) -> Namespace:
 
 def explain_refusal(error: ValidationError) -> ConfigError:
     """Return the first reason for which vLLM refuses its configuration."""
-    reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+    first = error.errors()[0]
+    reason = ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
     if "AuxOutput" in reason and "prefix caching" in reason:
         return ConfigError(
             "enable_return_routed_experts = true needs the prefix cache, which vllm.enable_prefix_caching = "
