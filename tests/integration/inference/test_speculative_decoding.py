@@ -5,6 +5,7 @@ import itertools
 import json
 from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,6 +87,15 @@ async def test_drafts_do_not_change_the_distribution(server, models):
         # Wilson and Hilferty (1931): the cube root is about normal; 4 is a probability of 3e-5.
         assert (np.cbrt(chi_square / freedom) - 1 + 2 / (9 * freedom)) / np.sqrt(2 / (9 * freedom)) < 4
         assert accepted(server) > before + 100
+
+
+async def test_padded_drafts_are_rejected(server, reference):
+    """vLLM pads requests with one token to compute with drafts of -1; their first token is that of the prompt."""
+    server.reload()
+    requests = [server.request([9], temperature=1.0, seed=seed, max_tokens=1 + seed % 5) for seed in range(500)]
+    for choice in await generate_all(server, requests, lambda: None):
+        expected = reference.logprobs(Path(server.model), [9], choice["token_ids"])
+        assert gap(logprobs_of(choice), expected) <= AGREEMENT
 
 
 async def test_switches_between_draft_and_verification_have_exact_spans(server, models, reference, tmp_path):
