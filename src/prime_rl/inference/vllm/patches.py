@@ -1,4 +1,4 @@
-"""All changes of vLLM's behaviour, for vLLM 0.32.0, except `route_recorder`.
+"""All changes of vLLM's behaviour, for vLLM 0.32.0, except `route_recorder` and `drafts_on_cpu`.
 
 Each has its reason and the test that fails without it.
 """
@@ -52,6 +52,8 @@ _HOOKS = {
     "vllm.v1.engine.input_processor:InputProcessor": "process_inputs _validate_model_inputs _validate_prompt_len",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "_sample _bookkeeping_sync",
     "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "__call__",
+    "vllm.v1.sample.rejection_sampler:_sample_recovered_tokens": "__call__",
+    "vllm.v1.sample.rejection_sampler:_rejection_random_sample": "__call__",
     "vllm.v1.engine:EngineCoreRequest": "external_req_id sampling_params cache_salt lora_request",
     "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens": "_preflight _is_model_supported",
     "vllm.config:VllmConfig": "_verify_aux_output_compatibility",
@@ -406,30 +408,19 @@ def score_prompts_by_their_own_adapter(runner: Any) -> None:
     runner._get_prompt_logprobs_dict = score
 
 
-def repair_sampling_on_cpu(runner: Any) -> None:
-    """Allow seeded requests whose prompt is prefilled in chunks, and speculative decoding, on a CPU.
+def keep_seeds_of_chunked_prompts(runner: Any) -> None:
+    """Allow seeded requests whose prompt is prefilled in chunks, on a CPU.
 
     vLLM samples a token also after a chunk that is not the last one, discards it, and sets the offset of the request's
-    generator back. Those of a CPU have none, and the engine crashes; here these rows are sampled without them. With
-    drafts, vLLM's kernel writes temperature, top_k and top_p of each token to a copy, so that the sampler reads memory
-    that nobody has written; and top_k without any draft crashes the engine.
+    generator back. Generators on a CPU have no offset, and the engine crashes. Here these rows are sampled without
+    their generators.
 
-    Must be called in each worker. Without it tests/integration/inference/test_speculative_decoding.py fails, and
-    test_seeded_request_with_a_chunked_prompt_is_repeatable of test_generation_stream.py.
+    Must be called in each worker. Without it test_seeded_request_with_a_chunked_prompt_is_repeatable of
+    tests/integration/inference/test_generation_stream.py fails.
     """
     if runner.device.type != "cpu":
         return
-    from vllm.v1.sample import rejection_sampler
-
     sample, keep_books, hidden = runner._sample, runner._bookkeeping_sync, dict[int, Any]()
-
-    def constrain(logits: Tensor, ends: Tensor, sampling: Any) -> Tensor:
-        if sampling.all_greedy or not len(logits):
-            return logits
-        counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        divisor = sampling.temperature.masked_fill(sampling.temperature == 0, 1).repeat_interleave(counts)
-        limits = [each if each is None else each.repeat_interleave(counts) for each in (sampling.top_k, sampling.top_p)]
-        return rejection_sampler.apply_top_k_top_p(logits / divisor[:, None], *limits)
 
     def sample_without(*args: Any, **kwargs: Any) -> Any:
         generators = runner.input_batch.generators
@@ -443,20 +434,21 @@ def repair_sampling_on_cpu(runner: Any) -> None:
         hidden.clear()
         return kept
 
-    rejection_sampler.apply_sampling_constraints = constrain
     runner._sample, runner._bookkeeping_sync = sample_without, keep_books_without
 
 
 def die_with_parent() -> None:
-    """End this process when its parent dies, even by SIGKILL; called by engines (`make_scheduler`) and by workers.
+    """End this process when its parent dies, even by SIGKILL.
 
-    Engines would wait indefinitely for requests, and keep their memory; separate workers would need ten seconds.
+    Engines call it (`make_scheduler`): otherwise they wait indefinitely for requests, and keep their memory. Workers
+    call it too (`WeightUpdateExtension`): separate worker processes would need ten seconds.
     Without it tests/integration/inference/test_data_parallel.py fails.
     """
     if sys.platform != "linux":
         return
     request_parent_death_signal()
-    if (parent := multiprocessing.parent_process()) is not None and parent.pid != os.getppid():  # it has died before
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():  # the parent died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -477,11 +469,12 @@ def end_coordinator_with_server(forked: bool, timeout_seconds: float) -> None:
                     f"the process {coordinator.proc.name} did not start within {timeout_seconds:.0f} s "
                     "(parallel.wait_timeout_seconds)"
                 )
-            why = f"the process {coordinator.proc.name} died at its start"
-            with translate_error(EOFError, lambda _: RuntimeError(why)):
+            died = f"the process {coordinator.proc.name} died at its start"
+            with translate_error(EOFError, lambda _: RuntimeError(died)):
                 return pipe.recv()
 
     DPCoordinator._wait_for_zmq_addrs = wait_for_addresses
+
     original = DPCoordinatorProc.run_coordinator
 
     def run_forked(*args: Any, **kwargs: Any) -> None:

@@ -36,7 +36,7 @@ from prime_rl.core.errors import translate_error
 from prime_rl.inference.policy.delta_cache import NUM_THREADS, DeltaCache
 from prime_rl.inference.policy.weight_checks import POLICY_ADAPTER, TensorLocation, read_locations
 from prime_rl.inference.vllm import patches
-from prime_rl.inference.vllm.padded_drafts import reject_padded_drafts_on_cpu
+from prime_rl.inference.vllm.drafts_on_cpu import repair_drafts_on_cpu
 from prime_rl.inference.vllm.route_recorder import record_routes
 from prime_rl.inference.worker.shadow_weights import HostBuffer, ShadowWeights, why_unsupported
 from prime_rl.inference.worker.weight_receiver import WeightReceiver
@@ -73,8 +73,8 @@ class WeightUpdateExtension:
         self.weight_update = WorkerWeightUpdate(self, Path(base), DeltaCache(Path(cache)))
         atexit.register(self.weight_update.end)
         patches.score_prompts_by_their_own_adapter(self.model_runner)
-        patches.repair_sampling_on_cpu(self.model_runner)
-        reject_padded_drafts_on_cpu(self.model_runner.device)
+        patches.keep_seeds_of_chunked_prompts(self.model_runner)
+        repair_drafts_on_cpu(self.model_runner.device)
         record_routes(self.model_runner)
 
     def call_weight_update(self: Any, method: str, *args: Any) -> Any:
